@@ -574,7 +574,6 @@ def train(folder, arm, seed, ranks, threads, values):
     """Run distill.py, its output into a file beside the directory of the run.
 
     Args:
-        folder: of the cache.
         arm, seed: name the run, whose directory is made anew.
         threads: of a rank on a CPU.
         values: of flags.

@@ -10,10 +10,11 @@ Batch sizes, precision, optimizer, schedule and ZeRO live in the ds_config, ever
 flags of isogloss/config.py.  The step is `train_step`.  CPU ranks work as GPUs do.
 """
 
+import operator
 import sys
 import time
 from contextlib import ExitStack
-from functools import partial
+from functools import partial, reduce
 from typing import NamedTuple
 
 import torch
@@ -193,7 +194,7 @@ def train_step(state, micro_batches):
     engine = state.engine
     lr = engine.get_lr()[-1]  # of this step; engine.step() moves the schedule on
     # 1. how many terms each loss has over the whole step, on all ranks
-    counts = sum_counts(micro_batches).all_reduce()
+    counts = reduce(operator.add, [batch.counts for batch in micro_batches]).all_reduce()
     weights = term_weights(state, counts, len(micro_batches))
     # 2. what the teachers say about all micro-batches
     micro_batches = state.uploads.to_device(micro_batches)
@@ -207,9 +208,9 @@ def train_step(state, micro_batches):
              for batch, batch_targets in zip(micro_batches, targets))
     terms = in_windows(terms, window_ends(state.cfg.head_gradient, engine, state.device))
     sums, local_norm = state.student.train(micro_batches, terms)
-    release_teachers(state)
-    if engine.was_step_applied():
-        for setup in state.teachers:
+    for setup in state.teachers:
+        setup.source.release()  # the memory of its outputs may be written over
+        if engine.was_step_applied():
             setup.source.follow(engine.module)
     # 4. what comes of global means, once the device has computed them
     sums = Readback(device_sums(sums.flatten()).view(-1, 3))
@@ -225,14 +226,6 @@ def train_step(state, micro_batches):
     if state.cfg.dynamic_scale:
         follow_scales(state, report)
     return report
-
-
-def sum_counts(micro_batches):
-    """Return the Counts of this rank's part of a step."""
-    counts = micro_batches[0].counts
-    for batch in micro_batches[1:]:
-        counts = counts + batch.counts
-    return counts
 
 
 class TermWeights(NamedTuple):
@@ -292,12 +285,6 @@ def loss_terms(state, batch, targets, weights):
         terms.append(TeacherTerm(teacher_batch, target, weight))
     return LossTerms(weights.ce, terms, batch.student.tiles, state.sequence_group,
                      state.engine.module.loss_parameters())
-
-
-def release_teachers(state):
-    """Allow the memory of the teachers' outputs to be written over."""
-    for setup in state.teachers:
-        setup.source.release()
 
 
 def follow_scales(state, report):

@@ -16,6 +16,7 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from isogloss.align import TokenTable, align
 from isogloss.align_dp import align_dp
+from isogloss.demo_report import markdown_table
 
 HEADER = ("text, student tokens", "tokenize ms", "align ms", "M tokens/s", "of tokenizing",
           "align_dp ms")
@@ -67,13 +68,6 @@ def encode(tokenizer, text):
     return tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
 
 
-def print_table(lines):
-    """Print lines of strings as a Markdown table without its rule."""
-    widths = [max(map(len, column)) for column in zip(*lines)]
-    for line in lines:
-        print("| " + " | ".join(map(str.ljust, line, widths)) + " |")
-
-
 def main(student, teacher, tokens=4096, long=16384):
     from transformers import AutoTokenizer  # slow to import, so that --help does not wait for it
 
@@ -93,7 +87,7 @@ def main(student, teacher, tokens=4096, long=16384):
     pad = np.full(long, max(tables[0].pad, tables[0].eos))
     padding = best(lambda: align(pad, pad[:0], *tables))
     lines.append((f"all padding, {long}", "", f"{padding * 1e3:.3f}", "", "", ""))
-    print_table(lines)
+    print(markdown_table(lines))
 
 
 if __name__ == "__main__":

@@ -1,50 +1,39 @@
-"""Measure what it takes to write and to read a cache, and what truncation does to the gradient.
+"""Measure what truncation of a teacher does to the gradient by the student's logits.
 
-    python benchmarks/cache.py ASSETS [--texts 64] [--layers 8] [--hidden 512]
+    OMP_NUM_THREADS=1 python benchmarks/cache.py ASSETS          # the table of docs/caches.md
 
-The teacher is tinytalk_neo_3M (14,019 tokens), the data its stories, the student stories260K, or a
-random one of its tokenizer and the given shape.  All times are CPU seconds of one thread, the best
-of --repeats.  Figures of record are in docs/LOG.md.
+The teacher is tinytalk_neo_3M (14,019 tokens), the student stories260K, the data its stories.  For
+every loss and number of tokens that are kept: the distance of the gradient from that of the whole
+teacher, relative to the norm of that, where the most likely tokens are kept, or what a cache keeps;
+and where tokens are drawn, as many as are kept there, by --sampled or with replacement in
+proportion to their masses: the distance (root of the mean square), its part that a mean over
+--draws leaves (bias, 0 where it is below its standard error) and the standard deviation.
 
-writing  seconds of the teacher's forward passes alone (of top-k with its logits), and of all that
-         the writer does
-reading  seconds of the student's forward and backward pass of 8 texts: with the text alone, with
-         the teacher asked live, with a cache; and of reading the cache
-bias     of the gradient by the student's logits, trained stories260K, by the tokens kept: its
-         distance from that of the whole teacher, relative to the norm of that, where the most
-         likely tokens are kept, or what a cache keeps; and where tokens are drawn, as many as are
-         kept there, by --sampled or with replacement in proportion to their masses: the distance
-         (root of the mean square), its part that a mean over --draws leaves (bias, 0 where it is
-         below its standard error) and the standard deviation
+What it takes to write and to read a cache: `git show fa267fb:benchmarks/cache.py`.
 """
 
 import json
 import math
 import sys
-import tempfile
-import time
 from dataclasses import MISSING, dataclass
-from functools import partial
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoModelForCausalLM
 
-from isogloss import cache, demo_report
+from isogloss import demo_report
 from isogloss.config import Config
 from isogloss.data.batch import Collator, PairOptions
-from isogloss.flags.parse import flag, parse_flags, tool
+from isogloss.flags.parse import flag, tool
 from isogloss.inputs import load_text_encoder
 from isogloss.job.launch import silence_libraries, start_distributed
 from isogloss.job.watch import end_together
 from isogloss.objective.loss_table import build_loss
-from isogloss.objective.objective import LossTerms, TeacherTarget, TeacherTerm, micro_batch_loss
 from isogloss.teachers.kept_tokens import byte_order, estimated, keep_tokens
 from isogloss.teachers.model import load_replicated, truncate
-from isogloss.teachers.protocol import load_teacher
 from isogloss.tiles import HiddenLogits, TopKLogits, head_of
 
 BATCH = 8
@@ -55,190 +44,51 @@ LOSSES = ("piece_kl", "generalized_jsd", "skew_forward_kl", "skew_reverse_kl", "
 
 @dataclass(kw_only=True)
 class Args:
-    """Measure caches."""
+    """Measure what truncation of a teacher does to the gradient."""
 
     assets: str = flag(MISSING, "folder with models/ and text/tinystories_1000.json.")
-    texts: int = flag(64, "that are cached.")
-    layers: int = flag(0, "shape of a random student; 0: stories260K.")
-    hidden: int = flag(512, "shape of a random student; 0: stories260K.")
-    repeats: int = flag(3, "of each measurement.")
-    student: str = flag(
-        "stories260K", "directory below models/ of the student's tokenizer, and of the student of "
-        "bias.")
+    student: str = flag("stories260K", "directory below models/ of the student.")
     teacher: str = flag("tinytalk_neo_3M", "directory below models/ of the teacher.")
-    bias: bool = flag(False, "measure the bias alone.")
     draws: int = flag(16, "of each gradient whose bias is measured.")
-
-
-def seconds_of(run, repeats):
-    """Return (least CPU seconds of a call, what the last one returned)."""
-    least = float("inf")
-    for _ in range(repeats):
-        start = time.process_time()
-        result = run()
-        least = min(least, time.process_time() - start)
-    return least, result
 
 
 class Bench:
     """Hold the models, and the stories as data.
 
     Attributes:
-        cfg: Config with the live teacher.
         student, teacher: TextEncoder of each.
         source: ModelTeacher.
         stories: texts.
     """
 
-    def __init__(self, args, folder):
+    def __init__(self, args):
         models = Path(args.assets).resolve() / "models"
         stories = json.loads((models.parent / "text" / "tinystories_1000.json").read_text())
-        stories = [story if isinstance(story, str) else story["text"] for story in stories]
-        self.stories = stories[: args.texts]
-        self.folder = folder
-        data = folder / "stories.jsonl"
-        data.write_text("\n".join(json.dumps({"text": story}) for story in self.stories))
-        self.cfg = Config(student=str(models / args.student), teacher=str(models / args.teacher),
-                          data=str(data), max_length=256)
-        self.student, _ = load_text_encoder("student", self.cfg.student, 256)
-        self.teacher, _ = load_text_encoder("teacher", self.cfg.teacher, 0)
-        spec = self.cfg.teacher_kind.of(self.cfg, self.teacher, torch.device("cpu"))
-        self.source = load_replicated(spec)
-        self.args = args
+        self.stories = []
+        for story in stories[:BATCH]:
+            self.stories.append(story if isinstance(story, str) else story["text"])
+        self.names = {"student": str(models / args.student), "teacher": str(models / args.teacher)}
+        self.student, _ = load_text_encoder("student", self.names["student"], 256)
+        self.teacher, _ = load_text_encoder("teacher", self.names["teacher"], 0)
+        cfg = self.config()
+        self.source = load_replicated(cfg.teacher_kind.of(cfg, self.teacher, torch.device("cpu")))
 
-    def cached(self, name, *flags):
-        """Return (folder of a cache that is written now, CPU seconds of the writer alone)."""
-        output = self.folder / name
-        argv = [f"--teacher={self.cfg.teacher}", f"--data={self.cfg.data}", f"--output={output}",
-                *flags]
-        spent = []
-        write = cache.ShardWriter.write
-
-        def timed(writer, number):
-            start = time.process_time()
-            write(writer, number)
-            spent.append(time.process_time() - start)
-
-        cache.ShardWriter.write = timed
-        cache.run(parse_flags(cache.Args, argv), torch.device("cpu"))
-        cache.ShardWriter.write = write
-        return output, sum(spent)
-
-    def forward(self, truncated):
-        """Run the teacher over all stories in the batches of the writer."""
-        tokens = [ids[:257] for ids in self.teacher.encode(self.stories)]
-        with torch.no_grad():
-            for batch in cache.batches_of([len(ids) - 1 for ids in tokens], 8192):
-                width = max(len(tokens[n]) - 1 for n in batch)
-                ids = torch.zeros(len(batch), width, dtype=torch.long)
-                for row, n in enumerate(batch):
-                    ids[row, : len(tokens[n]) - 1] = torch.from_numpy(tokens[n][:-1])
-                if truncated:
-                    self.source.logits(ids)
-                else:
-                    self.source.hidden(ids)
-
-    def model(self):
-        """Return the student."""
-        if not self.args.layers:
-            return AutoModelForCausalLM.from_pretrained(self.cfg.student)
-        config = AutoConfig.from_pretrained(self.cfg.student)
-        config.hidden_size = self.args.hidden
-        config.head_dim = self.args.hidden // config.num_attention_heads
-        config.intermediate_size = 3 * self.args.hidden
-        config.num_hidden_layers = self.args.layers
-        return AutoModelForCausalLM.from_config(config)
-
-    def step(self, model, source, loss, batch):
-        """Run the student forward and backward; return the loss."""
-        terms = LossTerms(1.0, [], batch.student.tiles)
-        if source:
-            logits = source.targets(batch.teachers[0])
-            target = TeacherTarget(logits, loss.loss_fn, None, 0.0)
-            terms = LossTerms(1.0, [TeacherTerm(batch.teachers[0], target, 1.0)])
-        hidden = model.base_model(input_ids=batch.student.ids)[0]
-        student = HiddenLogits(hidden.flatten(0, 1), head_of(model, len(self.student.table)))
-        value, _ = micro_batch_loss(student, terms)
-        value.backward()
-        return float(value.detach())
-
-
-def writing(bench):
-    rows = [["cache", "forward", "writer", "forward / writer", "bytes a token"]]
-    for name, flags in (("hidden", ["--hidden"]), ("top-256", ["--top_k=256"]),
-                        ("sampled-256", ["--top_k=256", "--sampled"])):
-        forward, _ = seconds_of(partial(bench.forward, name != "hidden"), bench.args.repeats)
-        written = []
-        for repeat in range(bench.args.repeats):
-            folder, spent = bench.cached(f"{name}-{repeat}", *flags)
-            written.append(spent)
-        manifest = json.loads((folder / "manifest.json").read_text())
-        least = min(written)
-        rows.append([name, f"{forward:.2f}", f"{least:.2f}", f"{forward / least:.2f}",
-                     str(manifest["bytes_per_position"])])
-    print(demo_report.markdown_table(rows), flush=True)
-    return {name: bench.folder / f"{name}-0" for name in ("hidden", "top-256", "sampled-256")}
-
-
-def reading(bench, folders):
-    model = bench.model()
-    num_parameters = sum(parameter.numel() for parameter in model.parameters())
-    print(f"student of {num_parameters / 1e6:.1f} M parameters")
-    rows = [["teacher", "step", "/ text alone", "reading", "/ step"]]
-    alone = Collator(bench.student, [], tile_mib=512)(bench.stories[:BATCH])
-    text, _ = seconds_of(lambda: bench.step(model, None, None, alone), bench.args.repeats)
-    rows.append(["none", f"{text:.2f}", "1.00", "", ""])
-    for name, folder in {"live": None, "live top-256": None, **folders}.items():
-        cfg = bench.cfg
-        if folder:
-            cfg = Config(student=cfg.student, data=cfg.data, teacher_cache=str(folder))
-        elif "top" in name:
-            cfg = Config(student=cfg.student, data=cfg.data, teacher=cfg.teacher,
-                         teacher_output="topk")
-        spec = cfg.teacher_kind.of(cfg, bench.teacher, torch.device("cpu"))
-        source = load_teacher(spec)
-        loss = build_loss(cfg, bench.student, bench.teacher, "cpu", spec.is_truncated)
-        pairs = [PairOptions(bench.teacher, loss.spelling, is_cached=True)]
-        batch = Collator(bench.student, pairs, tile_mib=512)(bench.stories[:BATCH])
-        step, value = seconds_of(partial(bench.step, model, source, loss, batch),
-                                 bench.args.repeats)
-        read, _ = seconds_of(partial(source.targets, batch.teachers[0]), bench.args.repeats)
-        rows.append([f"{name}, loss {value:.6f}", f"{step:.2f}", f"{step / text:.2f}",
-                     f"{read:.3f}", f"{read / step:.3f}"])
-    print(demo_report.markdown_table(rows), flush=True)
-
-
-def bias(bench):
-    rows = [["loss", "k", "likely", "cache", "sampled", "its bias", "its deviation", "replaced",
-             "its bias", "its deviation"]]
-    order = byte_order(bench.teacher.table)
-    for name in LOSSES:
-        gradients = Gradients(bench, name, order)
-        for k in KEPT:
-            row = [name, str(k)]
-            for kept in (gradients.likely(k), gradients.kept(k, None)):
-                row.append(f"{gradients.distance(kept):.4f}")
-            for drawn in (gradients.kept, gradients.replaced):
-                generator = torch.Generator().manual_seed(0)
-                samples = [drawn(k, generator) for _ in range(bench.args.draws)]
-                row += [f"{value:.4f}" for value in gradients.moments(torch.stack(samples))]
-            rows.append(row)
-    print(demo_report.markdown_table(rows), flush=True)
+    def config(self, **flags):
+        return Config(**self.names, data="-", max_length=256, **flags)
 
 
 class Gradients:
     """Compute gradients of a loss by the student's logits from rows of which K tokens are kept."""
 
     def __init__(self, bench, name, order):
-        cfg = Config(student=bench.cfg.student, teacher=bench.cfg.teacher, data="-", loss=name,
-                     projection_topk=2**20)
+        cfg = bench.config(loss=name, projection_topk=2**20)
         whole = build_loss(cfg, bench.student, bench.teacher, "cpu")
         self.truncated = build_loss(cfg, bench.student, bench.teacher, "cpu", True)
         collator = Collator(bench.student, [PairOptions(bench.teacher, whole.spelling)])
-        batch = collator(bench.stories[:BATCH])
+        batch = collator(bench.stories)
         self.batch = batch.teachers[0]
         self.order = order
-        model = AutoModelForCausalLM.from_pretrained(bench.cfg.student).eval()
+        model = AutoModelForCausalLM.from_pretrained(bench.names["student"]).eval()
         head = head_of(model, len(bench.student.table))
         live = bench.source.targets(self.batch)
         with torch.no_grad():
@@ -249,6 +99,17 @@ class Gradients:
         self.whole = by_logits(self.student, live, whole, self.batch)
         # positions without a label are in no term
         self.labels = self.batch.labels.flatten().clamp(min=0)
+
+    def row(self, k, draws):
+        """Return the cells of a line of the table."""
+        cells = []
+        for kept in (self.likely(k), self.kept(k, None)):
+            cells.append(f"{self.distance(kept):.4f}")
+        for drawn in (self.kept, self.replaced):
+            generator = torch.Generator().manual_seed(0)
+            samples = [drawn(k, generator) for _ in range(draws)]
+            cells += [f"{value:.4f}" for value in self.moments(torch.stack(samples))]
+        return cells
 
     def of(self, source):
         return by_logits(self.student, source, self.truncated, self.batch)
@@ -306,11 +167,16 @@ def main(args):
     torch.set_num_threads(1)
     start_distributed()
     silence_libraries()
-    with tempfile.TemporaryDirectory() as folder, end_together():
-        bench = Bench(args, Path(folder))
-        if not args.bias:
-            reading(bench, writing(bench))
-        bias(bench)
+    rows = [["loss", "k", "likely", "cache", "sampled", "its bias", "its deviation", "replaced",
+             "its bias", "its deviation"]]
+    with end_together():
+        bench = Bench(args)
+        order = byte_order(bench.teacher.table)
+        for name in LOSSES:
+            gradients = Gradients(bench, name, order)
+            for k in KEPT:
+                rows.append([name, str(k), *gradients.row(k, args.draws)])
+    print(demo_report.markdown_table(rows))
 
 
 if __name__ == "__main__":

@@ -37,8 +37,33 @@ import types
 from pathlib import Path
 from unittest import mock
 
+import fire
+import torch
+import torch._inductor.config
+import torch.distributed as dist
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from transformers import AutoConfig, AutoModelForCausalLM
+
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
+from benchmarks import gpu_job, loss as benchmark
+from benchmarks.loss import as_list
+from isogloss import distill, losses as formulas, rollout, targets, translation
+from isogloss.config import configs_by_teacher
+from isogloss.data.batch import Collator, PairOptions
+from isogloss.inputs import load_text_encoder, plan_teachers
+from isogloss.job.columns import put_together, take_apart
+from isogloss.objective.loss_table import LOSSES
+from isogloss.objective.objective import LossTerms, PairLoss, TeacherTerm
+from isogloss.student.engine import StudentWithLoss
+from isogloss.teachers.model import ModelTeacher, WholeModel
+from isogloss.tile_plan import GPU_SUB_TILES
+from isogloss.tiles import Head, head_of, tiled_loss
+
 PACKAGES = Path(sysconfig.get_paths()["purelib"])
 INCLUDES = PACKAGES / "nvidia/cu13/include", PACKAGES / "triton/backends/nvidia/include"
 PTXAS = PACKAGES / "triton/backends/nvidia/bin/ptxas"
@@ -166,8 +191,6 @@ def on_gpu(value, mode, known=None):
 
     Losses hold tables that are made on the host, by reading values, which fake tensors lack.
     """
-    import torch
-
     known = {} if known is None else known
     if id(value) in known:
         return known[id(value)][0]
@@ -205,77 +228,76 @@ def place_of(frames):
     return places[-1].removeprefix(f"{ROOT}/") if places else ""
 
 
-def watched():
-    """Return a dispatch mode that counts launches and bytes, and lists what is wrong."""
-    import torch
-    from torch.multiprocessing.reductions import StorageWeakRef
-    from torch.utils._python_dispatch import TorchDispatchMode
-    from torch.utils._pytree import tree_leaves
+# operators for whose result the host waits; lift_fresh: a tensor of numbers of the host's
+WAITS = {"_local_scalar_dense", "nonzero", "masked_select", "_unique2", "lift_fresh"}
 
-    # lift_fresh: a tensor of numbers of the host's
-    waits = {"_local_scalar_dense", "nonzero", "masked_select", "_unique2", "lift_fresh"}
 
-    class Watch(TorchDispatchMode):
-        launches = 0
-        peak = 0  # bytes of what was made since, and is there
+class Watch(TorchDispatchMode):
+    """Count launches and bytes, and list what is wrong.
 
-        def __init__(self):
-            super().__init__()
-            self.wrong = {}
-            self.live = {}
+    Attributes:
+        launches: kernels so far.
+        peak: bytes of what was made since it was cleared, and was there at a time.
+        wrong: {line: how often}.
+        live: {storage: (weak reference, bytes)} of what was made.
+    """
 
-        def weigh(self, tensors):
-            for tensor in tensors:
-                storage = tensor.untyped_storage()
-                self.live[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
-            self.live = {key: value for key, value in self.live.items() if not value[0].expired()}
-            self.peak = max(self.peak, sum(nbytes for _, nbytes in self.live.values()))
+    def __init__(self):
+        super().__init__()
+        self.launches = 0
+        self.peak = 0
+        self.wrong = {}
+        self.live = {}
 
-        def note(self, kind, what):
-            place = place_of(traceback.extract_stack())
-            if "site-packages" not in place:  # what transformers does is not ours to mend
-                line = f"{kind}: {what} at {place}"
-                self.wrong[line] = self.wrong.get(line, 0) + 1
+    def weigh(self, tensors):
+        for tensor in tensors:
+            storage = tensor.untyped_storage()
+            self.live[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
+        self.live = {key: value for key, value in self.live.items() if not value[0].expired()}
+        self.peak = max(self.peak, sum(nbytes for _, nbytes in self.live.values()))
 
-        def __torch_dispatch__(self, operator, kinds, args=(), kwargs=None):
-            kwargs = kwargs or {}
-            name = operator.overloadpacket.__name__
-            tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
-            devices = [x.device.type for x in tensors]
-            target = torch.device(kwargs.get("device") or devices[0] if devices else "cpu").type
-            if name == "_to_copy" and target != devices[0]:
-                self.note("wait", f"copied from {devices[0]} to {target}")
-            if "cuda" in devices:
-                if name in waits:
-                    self.note("wait", name)
-                if name.startswith("index_put") and "cpu" in devices:
-                    self.note("wait", "a number of the host written")
-                if name == "copy_" and len(set(devices)) > 1:
-                    self.note("wait", f"copied from {devices[1]} to {devices[0]}")
-            factors = [x for x in args if isinstance(x, torch.Tensor)][-2:]
-            if name in ("mm", "addmm", "bmm") and "cuda" in devices:
-                if any(x.dtype == torch.float32 for x in factors):
-                    self.note("dtype", f"{name} of {[str(x.dtype)[6:] for x in factors]}")
-            is_view = any(x.alias_info and not x.alias_info.is_write
-                          for x in operator._schema.returns)
-            out = operator(*args, **kwargs)
-            made = [x for x in tree_leaves(out) if isinstance(x, torch.Tensor) and x.is_cuda]
-            if made and not is_view:
-                self.launches += 1
-                self.weigh(made)
-            return out
+    def note(self, kind, what):
+        place = place_of(traceback.extract_stack())
+        if "site-packages" not in place:  # what transformers does is not ours to mend
+            line = f"{kind}: {what} at {place}"
+            self.wrong[line] = self.wrong.get(line, 0) + 1
 
-    return Watch()
+    def __torch_dispatch__(self, operator, kinds, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        self.look_for_waits(operator.overloadpacket.__name__, args, kwargs)
+        is_view = any(x.alias_info and not x.alias_info.is_write for x in operator._schema.returns)
+        out = operator(*args, **kwargs)
+        made = [x for x in tensors_of(out) if x.is_cuda]
+        if made and not is_view:
+            self.launches += 1
+            self.weigh(made)
+        return out
+
+    def look_for_waits(self, name, args, kwargs):
+        """Note what an operator waits for, or which dtype it should not have."""
+        devices = [x.device.type for x in tensors_of((args, kwargs))]
+        target = torch.device(kwargs.get("device") or devices[0] if devices else "cpu").type
+        if name == "_to_copy" and target != devices[0]:
+            self.note("wait", f"copied from {devices[0]} to {target}")
+        if "cuda" not in devices:
+            return
+        if name in WAITS:
+            self.note("wait", name)
+        if name.startswith("index_put") and "cpu" in devices:
+            self.note("wait", "a number of the host written")
+        if name == "copy_" and len(set(devices)) > 1:
+            self.note("wait", f"copied from {devices[1]} to {devices[0]}")
+        factors = [x for x in args if isinstance(x, torch.Tensor)][-2:]
+        if name in ("mm", "addmm", "bmm") and any(x.dtype == torch.float32 for x in factors):
+            self.note("dtype", f"{name} of {[str(x.dtype)[6:] for x in factors]}")
+
+
+def tensors_of(value):
+    return [x for x in tree_leaves(value) if isinstance(x, torch.Tensor)]
 
 
 def plan_case(folder, loss, case):
     """Return (Config, TextEncoder of the student, TeacherSetups) of a step, on the host."""
-    import torch
-
-    from isogloss import distill
-    from isogloss.config import configs_by_teacher
-    from isogloss.inputs import load_text_encoder, plan_teachers
-
     flags = CASES[case] | {"loss": loss, "max_length": 96, "teacher_max_length": 96}
     names = {name: str(folder / name) for name in ("student", "teacher")}
     if case == "confident":
@@ -289,75 +311,79 @@ def plan_case(folder, loss, case):
     return cfg, encoder, plan_teachers(cfg, encoder, encoders, torch.device("cpu"))
 
 
-def dry_step(folder, loss, case):
-    """Run teachers, student, loss and backward on a micro-batch; return a line."""
-    import torch
-    from torch._subclasses.fake_tensor import FakeTensorMode
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    from isogloss import targets
-    from isogloss.data.batch import Collator, PairOptions
-    from isogloss.job.columns import put_together, take_apart
-    from isogloss.objective.objective import LossTerms, TeacherTerm
-    from isogloss.student.engine import StudentWithLoss
-    from isogloss.teachers.model import ModelTeacher, WholeModel
-    from isogloss.tile_plan import GPU_SUB_TILES
-    from isogloss.tiles import head_of
-
-    try:
-        cfg, encoder, setups = plan_case(folder, loss, case)
-    except ValueError as error:
-        return {"loss": loss, "case": case, "refused": str(error), "wrong": {}}
+def micro_batch(folder, cfg, encoder, setups, mode):
+    """Return a Batch of four texts."""
     lines = (folder / "corpus.jsonl").read_text().splitlines()[:4]
     texts = [json.loads(line)["text"] for line in lines]
     pairs = [PairOptions(setup.encoder, setup.loss.spelling) for setup in setups]
     limits = {"tile_mib": 1.0, "sub_tiles": GPU_SUB_TILES} if cfg.tiled else {}
     collator = Collator(encoder, pairs, pack=cfg.pack, **limits)
     rest, tensors = take_apart(collator(texts))
+    return put_together(rest, on_gpu(tensors, mode))
+
+
+def model_of(path):
+    config = AutoConfig.from_pretrained(path)
+    with torch.device("cuda:0"):
+        return AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+
+
+def start_models(folder, cfg, encoder, setups, mode):
+    """Give every teacher its source; return a StudentWithLoss."""
+    student = StudentWithLoss(model_of(folder / "student"), len(encoder.table), cfg.tiled)
+    for setup in setups:
+        setup.loss = on_gpu(setup.loss, mode)
+        teacher = model_of(folder / "teacher").requires_grad_(False)
+        setup.source = ModelTeacher(WholeModel(teacher), head_of(teacher, setup.spec.vocab),
+                                    setup.spec, "replicated", 0)
+        if setup.loss.learned_projection:
+            setup.loss.learned_projection.attach(student, "cuda:0")
+    return student
+
+
+def dry_step(folder, loss, case):
+    """Run teachers, student, loss and backward on a micro-batch; return a line."""
+    try:
+        cfg, encoder, setups = plan_case(folder, loss, case)
+    except ValueError as error:
+        return {"loss": loss, "case": case, "refused": str(error), "wrong": {}}
     mode = FakeTensorMode(allow_non_fake_inputs=True)
-    batch = put_together(rest, on_gpu(tensors, mode))
-
-    def model_of(name):
-        config = AutoConfig.from_pretrained(folder / name)
-        with torch.device("cuda:0"):
-            return AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
-
-    watch = watched()
+    batch = micro_batch(folder, cfg, encoder, setups, mode)
+    watch = Watch()
     line = {"loss": loss, "case": case}
     with mode:
-        student = StudentWithLoss(model_of("student"), len(encoder.table), cfg.tiled)
-        for setup in setups:
-            setup.loss = on_gpu(setup.loss, mode)
-            teacher = model_of("teacher").requires_grad_(False)
-            setup.source = ModelTeacher(WholeModel(teacher), head_of(teacher, setup.spec.vocab),
-                                        setup.spec, "replicated", 0)
-            if setup.loss.learned_projection:
-                setup.loss.learned_projection.attach(student, "cuda:0")
+        student = start_models(folder, cfg, encoder, setups, mode)
         if case == "rollouts":
             write(student.model, watch)
-            return line | {"wrong": watch.wrong}
-        with watch:
-            [answers] = list(targets.step_targets(setups, [batch]))
-            teachers = batch.teachers
-            if cfg.teacher_weights != "fixed":
-                teachers = targets.weigh_by_confidence(cfg, teachers, answers)
-            terms = LossTerms(
-                0.3, [TeacherTerm(*pair, 0.7) for pair in zip(teachers, answers)],
-                batch.student.tiles, parameters=student.loss_parameters())
-            line["teachers"] = watch.launches
-            reduce = terms.reduce
-
-            def counting(logits):
-                begin = watch.launches
-                out = reduce(logits)
-                line["launches"] = watch.launches - begin
-                return out
-
-            with mock.patch.object(terms, "reduce", counting):
-                total, _ = student(batch.student, terms)
-            total.backward()
-    line["sub_tiles"] = sum(len(tile.sub_tiles) for tile in teachers[0].tiles)
+        else:
+            with watch:
+                line |= launches_of(cfg, student, setups, batch, watch)
+            line["sub_tiles"] = sum(len(tile.sub_tiles) for tile in batch.teachers[0].tiles)
     return line | {"wrong": watch.wrong}
+
+
+def launches_of(cfg, student, setups, batch, watch):
+    """Take the forward and backward passes of a step; return how many kernels are launched."""
+    [answers] = list(targets.step_targets(setups, [batch]))
+    teachers = batch.teachers
+    if cfg.teacher_weights != "fixed":
+        teachers = targets.weigh_by_confidence(cfg, teachers, answers)
+    terms = LossTerms(
+        0.3, [TeacherTerm(*pair, 0.7) for pair in zip(teachers, answers)],
+        batch.student.tiles, parameters=student.loss_parameters())
+    launches = {"teachers": watch.launches}
+    reduce = terms.reduce
+
+    def counting(logits):
+        begin = watch.launches
+        out = reduce(logits)
+        launches["launches"] = watch.launches - begin
+        return out
+
+    with mock.patch.object(terms, "reduce", counting):
+        total, _ = student(batch.student, terms)
+    total.backward()
+    return launches
 
 
 def write(model, watch):
@@ -365,8 +391,6 @@ def write(model, watch):
 
     Each place is watched; the prompts of a batch are copied before.
     """
-    from isogloss import rollout
-
     prompts = [rollout.Prompt([3, 4, 5][number:], (0, number), 8) for number in range(2)]
     going_on = iter([2, 2, 2, 2, 1, 1, 1, 0])  # what the host reads at each place
     advance = rollout._Batch.advance
@@ -382,11 +406,6 @@ def write(model, watch):
 
 def step_lines(losses, cases):
     """Yield a line for each step; flags that a loss refuses make none."""
-    import torch.distributed as dist
-    from torch.testing._internal.distributed.fake_pg import FakeStore
-
-    from benchmarks import gpu_job
-
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=1)
     with tempfile.TemporaryDirectory() as folder:
         gpu_job.prepare(Path(folder))
@@ -405,20 +424,13 @@ def step_lines(losses, cases):
 
 def copies_line(name):
     """Return how often a loss, with the cross-entropy, holds the logits of a sub-tile."""
-    import torch
-    from torch._subclasses.fake_tensor import FakeTensorMode
-
-    from benchmarks import loss as benchmark
-    from isogloss.objective.objective import PairLoss
-    from isogloss.tiles import Head, tiled_loss
-
     sizes = benchmark.Sizes(ROWS, V=128_256, W=VOCAB, H=64, teacher_H=64, K=8192, memory_mib=512)
     with mock.patch.object(torch.cuda, "is_available", lambda: False):  # tables are real
         run = benchmark.prepare(name, sizes, torch.bfloat16, with_plain=True)
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     hidden, weight, teacher, tiles, loss = on_gpu(
         (run.hidden, run.weight, run.teacher_logits(run.whole), run.whole, run.loss), mode)
-    watch = watched()
+    watch = Watch()
     begin = []
 
     def tile_loss(x, y, sub_tile):
@@ -440,8 +452,6 @@ def copies_line(name):
 
 def compiled_lines(names):
     """Yield what becomes of the compiled formula of each loss, forward and backward."""
-    import torch._inductor.config
-
     # constants would be folded by computing them, on a device that computes nothing
     torch._inductor.config.joint_graph_constant_folding = False
     cache = Path(os.environ["TRITON_CACHE_DIR"])
@@ -461,7 +471,7 @@ def compiled_lines(names):
 
 def compile_both_passes(formula, arguments):
     """Compile a formula and its gradient, and end before either runs: nothing could."""
-    import torch
+    # seconds of imports
     import torch._functorch.config
     from torch._inductor import compile_fx
 
@@ -484,23 +494,19 @@ def compile_both_passes(formula, arguments):
 
 def formula_of(name):
     """Return (what is compiled of a loss, its arguments); of piece_kl it is the roots."""
-    import torch
-
-    from isogloss import losses, translation
-
     def logits(width, dtype):
         return torch.empty(ROWS, width, device="cuda", dtype=dtype)
 
     if name == "piece_kl":
-        compare = functools.partial(translation.compare_cells, losses.forward_kl, 1.0, {})
+        compare = functools.partial(translation.compare_cells, formulas.forward_kl, 1.0, {})
         sizes = VOCAB, CELLS, CELLS // 100, VOCAB - CELLS, CELLS // 100 + 1
-        columns_V = losses.Columns(
+        columns_V = formulas.Columns(
             *[torch.zeros(size, dtype=torch.long, device="cuda") for size in sizes])
         x_NV = logits(VOCAB, torch.float32).requires_grad_()
         return translation.root_values, (x_NV, logits(CELLS, torch.float32), columns_V, compare)
     pair = [logits(VOCAB, torch.bfloat16)[None] for _ in range(2)]
     pair[0].requires_grad_()
-    return lambda x, y: getattr(losses, name)(x, y, None)[0], pair
+    return lambda x, y: getattr(formulas, name)(x, y, None)[0], pair
 
 
 def resources(path):
@@ -516,25 +522,15 @@ def main(losses="", cases="", copies="piece_kl,projection_kl,gold,uld,alm,forwar
     """Run everything, or what is named, with commas."""
     if "DRY_GPU" not in os.environ:
         sys.exit(run_with_stand_ins())
-    from isogloss.objective.loss_table import LOSSES
-
-    losses = losses or list(LOSSES)
-    cases = cases or list(CASES)
     wrong = 0
-    lines = itertools.chain(step_lines(names_of(losses), names_of(cases)),
-                            map(copies_line, names_of(copies)), compiled_lines(names_of(compiled)))
+    lines = itertools.chain(
+        step_lines(as_list(losses or list(LOSSES)), as_list(cases or list(CASES))),
+        map(copies_line, as_list(copies)), compiled_lines(as_list(compiled)))
     for line in lines:
         print(json.dumps(line), flush=True)
         wrong += len(line["wrong"])
     os._exit(bool(wrong))  # threads of a device that is not there do not end
 
 
-def names_of(value):
-    """Return the names of an argument: words with commas, or what fire made of them."""
-    return [name for name in value.split(",") if name] if isinstance(value, str) else list(value)
-
-
 if __name__ == "__main__":
-    import fire
-
     fire.Fire(main)

@@ -151,9 +151,9 @@ def write_and_end(pipe, device):
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def writer_ends_first(device=None):
+def writer_ends_first():
     """Have a reader find out that its writer ended, and compute on."""
-    device = device or f"{DEVICE}:0"
+    device = f"{DEVICE}:0"
     process, pipe = spawn(write_and_end, device)
     reader = ipc.TensorReader(ipc.WriterHandle.from_plain(received(pipe)), 0, timeout=60)
     with reader.take() as tensor:
@@ -350,16 +350,6 @@ def watch_waits(mode):
         torch.cuda.set_sync_debug_mode(mode)
 
 
-def places_of_waits(caught):
-    """Return {file:line: how often the host waited for a GPU there} of some warnings."""
-    waits = {}
-    for warning in caught:
-        if "called a synchronizing" in str(warning.message):
-            place = f"{Path(warning.filename).name}:{warning.lineno}"
-            waits[place] = waits.get(place, 0) + 1
-    return waits
-
-
 @contextlib.contextmanager
 def waits_counted(waits):
     """Add to {file:line: count} where the host waits for a GPU meanwhile."""
@@ -368,7 +358,10 @@ def waits_counted(waits):
         watch_waits("warn")
         yield
         watch_waits("default")
-    waits.update(places_of_waits(caught))
+    for warning in caught:
+        if "called a synchronizing" in str(warning.message):
+            place = f"{Path(warning.filename).name}:{warning.lineno}"
+            waits[place] = waits.get(place, 0) + 1
 
 
 def no_synchronization(tokens=1024):
@@ -400,20 +393,11 @@ def job_check(name):
     return check
 
 
-CHECKS = {
-    "ipc_same_device": ipc_same_device,
-    "ipc_two_devices": ipc_two_devices,
-    "writer_ends_first": writer_ends_first,
-    "ipc_full_cache": ipc_full_cache,
-    "killed_process_frees_memory": killed_process_frees_memory,
-    "compiled": compiled,
-    "no_synchronization": no_synchronization,
-    "loss_table": loss_table,
-    "nccl_gradients": job_check("nccl_gradients"),
-    "tensor_parallel_teacher": job_check("tensor_parallel_teacher"),
-    "overlap": job_check("overlap"),
-    "step_over_parts": job_check("step_over_parts"),
-}
+CHECKS = {check.__name__: check for check in (
+    ipc_same_device, ipc_two_devices, writer_ends_first, ipc_full_cache,
+    killed_process_frees_memory, compiled, no_synchronization, loss_table)}
+CHECKS |= {name: job_check(name) for name in (
+    "nccl_gradients", "tensor_parallel_teacher", "overlap", "step_over_parts")}
 
 
 def outcome(check):

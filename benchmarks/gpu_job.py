@@ -11,24 +11,34 @@ import sys
 import tempfile
 import time
 import traceback
-import warnings
 from pathlib import Path
+from pydoc_data import topics
 
 import torch
+import torch.distributed as dist
+from deepspeed.utils import safe_get_full_grad
+from torch.profiler import ProfilerActivity, profile
+from transformers import AutoTokenizer
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 from benchmarks.gpu import (
-    Skipped,
     need_devices,
-    places_of_waits,
     received,
     relative_error,
     rounded,
     send,
     spawn,
+    waits_counted,
     watch_waits,
 )
+from isogloss import build, demo, distill
+from isogloss.inputs import build_collator, check_inputs
+from isogloss.job.columns import pack
+from isogloss.job.launch import silence_libraries, start_distributed
+from isogloss.job.transfers import Readback, Uploads
+from isogloss.teachers.model import ModelSpec
+from isogloss.teachers.protocol import load_teacher
 
 SAMPLES = 4  # of a step, over all ranks
 MAX_LENGTH = 96
@@ -37,24 +47,12 @@ STEPS = 6  # timed, after as many that warm up
 VOCAB = 32_000  # rows of the heads of the models that are timed
 
 
-def need_packages():
-    """Skip where something that distill.py imports is missing."""
-    try:
-        from isogloss import distill  # noqa: F401
-    except ImportError as error:
-        raise Skipped(f"distill.py needs {error.name}") from error
-
-
 def prepare(folder, layers=2, hidden=64, rows=None):
     """Write student, teacher and corpus; random weights, texts of the interpreter.
 
     Args:
         rows: of the heads; None: a few more than tokens.
     """
-    from pydoc_data import topics
-
-    from isogloss import demo
-
     texts = []
     for _, text in sorted(topics.topics.items()):
         texts += [passage for passage in demo.passages(text, 200) if len(passage) > 40]
@@ -102,12 +100,6 @@ def _rank(pipe, rank, world, port, function, arguments):
 
 def start_run(folder, micro_batch_size, precision, **flags):
     """Return (state of a run, its Collator, texts) on this rank."""
-    import torch.distributed as dist
-
-    from isogloss import build, distill
-    from isogloss.inputs import build_collator, check_inputs
-    from isogloss.job.launch import silence_libraries, start_distributed
-
     device = start_distributed()
     silence_libraries()
     optimizer = {"type": "AdamW", "params": {"lr": 0.0, "torch_adam": True}}
@@ -130,11 +122,6 @@ def start_run(folder, micro_batch_size, precision, **flags):
 
 def step_gradients(folder):
     """Take one step on this rank's samples; rank 0 writes the gradient, all return the loss."""
-    import torch.distributed as dist
-    from deepspeed.utils import safe_get_full_grad
-
-    from isogloss import distill
-
     folder = Path(folder)
     world = int(os.environ["WORLD_SIZE"])
     count = SAMPLES // world
@@ -157,27 +144,22 @@ def step_gradients(folder):
     return metrics["loss"]
 
 
-def compare_gradients(world=2):
-    """Compare the gradient of one step on one rank and on several, in float32."""
+def nccl_gradients():
+    """Compare the gradient of one step on one rank and on two, in float32."""
+    need_devices(2)
     with tempfile.TemporaryDirectory() as path:
         folder = Path(path)
         prepare(folder)
         losses = {}
         gradients = {}
-        for ranks in (1, world):
+        for ranks in (1, 2):
             losses[ranks] = on_ranks(ranks, "step_gradients", path)[0]
             gradients[ranks] = torch.load(folder / f"gradients{ranks}.pt", weights_only=True)
     worst = 0.0
     for name, gradient in gradients[1].items():
-        worst = max(worst, relative_error(gradients[world][name], gradient))
+        worst = max(worst, relative_error(gradients[2][name], gradient))
     figures = {"losses": losses, "worst_relative_error": worst}
-    return worst <= EXACT and abs(losses[1] - losses[world]) <= EXACT * abs(losses[1]), figures
-
-
-def nccl_gradients():
-    need_devices(2)
-    need_packages()
-    return compare_gradients()
+    return worst <= EXACT and abs(losses[1] - losses[2]) <= EXACT * abs(losses[1]), figures
 
 
 # --- a teacher in shards ----------------------------------------------------------------------
@@ -185,13 +167,6 @@ def nccl_gradients():
 
 def teacher_states(folder, degree, dtype):
     """Return the teacher's hidden states of a text, as this rank computes them; rank 0 saves."""
-    import torch.distributed as dist
-    from transformers import AutoTokenizer
-
-    from isogloss.job.launch import silence_libraries, start_distributed
-    from isogloss.teachers.model import ModelSpec
-    from isogloss.teachers.protocol import load_teacher
-
     device = start_distributed()
     silence_libraries()
     tokenizer = AutoTokenizer.from_pretrained(Path(folder) / "teacher")
@@ -206,28 +181,23 @@ def teacher_states(folder, degree, dtype):
     return teacher.engine
 
 
-def compare_teachers(dtype="bfloat16"):
+def tensor_parallel_teacher():
     """Compare a teacher in two shards with the whole one, by their errors against float32."""
+    need_devices(2)
     with tempfile.TemporaryDirectory() as path:
         folder = Path(path)
         prepare(folder, hidden=256, layers=4)
         engines = {}
-        for degree, precision in ((1, "float32"), (1, dtype), (2, dtype)):
+        for degree, precision in ((1, "float32"), (1, "bfloat16"), (2, "bfloat16")):
             key = f"{degree} {precision}"
             engines[key] = on_ranks(degree, "teacher_states", path, degree, precision)[0]
         exact = torch.load(folder / "logits_1_float32.pt", weights_only=True)
         errors = {}
         for degree in (1, 2):
-            logits = torch.load(folder / f"logits_{degree}_{dtype}.pt", weights_only=True)
+            logits = torch.load(folder / f"logits_{degree}_bfloat16.pt", weights_only=True)
             errors[degree] = relative_error(logits, exact)
     figures = {"engines": engines, "relative_error": errors}
     return errors[2] <= 2 * errors[1] + EXACT, figures
-
-
-def tensor_parallel_teacher():
-    need_devices(2)
-    need_packages()
-    return compare_teachers()
 
 
 # --- the host and the device at the same time ---------------------------------------------------
@@ -245,9 +215,6 @@ def keep_busy():
 
 def transfers_overlap():
     """Return {what: whether it happens while the device works on something else}."""
-    from isogloss.job.columns import pack
-    from isogloss.job.transfers import Readback, Uploads
-
     uploads = Uploads(torch.device("cuda"))
     packed, buffer = pack([torch.arange(1 << 20), torch.rand(3, 5)], pinned=True)
     batch = packed.value(buffer)
@@ -267,8 +234,6 @@ def transfers_overlap():
 
 def waits_between_steps(folder):
     """Return {place: waits for the device} from an optimizer's step to the next batch's copy."""
-    from isogloss import distill
-
     state, collator, texts = start_run(Path(folder), SAMPLES, "bfloat16")
     batch = collator(texts[:SAMPLES])
     reports = [distill.train_step(state, [batch])]
@@ -286,18 +251,17 @@ def waits_between_steps(folder):
 
     state.engine.step = step_and_watch
     state.uploads.to_device = upload_unwatched
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    waits = {}
+    with waits_counted(waits):
+        watch_waits("default")  # until a step has been taken
         for _ in range(STEPS):
             reports.append(distill.train_step(state, [batch]))
-        watch_waits("default")
     losses = [report.metrics()["loss"] for report in reports]
-    return {"waits": places_of_waits(caught), "loss": losses[-1]}
+    return {"waits": waits, "loss": losses[-1]}
 
 
 def overlap():
     """Check that the host and copies go on while the device works."""
-    need_packages()
     figures = transfers_overlap()
     with tempfile.TemporaryDirectory() as path:
         prepare(Path(path))
@@ -315,8 +279,6 @@ def synchronize():
 
 def profiled(run):
     """Return (torch's profiler of a run, the seconds that it took)."""
-    from torch.profiler import ProfilerActivity, profile
-
     kinds = [ProfilerActivity.CPU]
     if torch.cuda.is_available():
         kinds.append(ProfilerActivity.CUDA)
@@ -342,12 +304,8 @@ def busy_and_gaps(spans):
     """Return (microseconds in which something ran, gaps between)."""
     busy = 0.0
     gaps = []
-    reached = None
+    reached = spans[0][0] if spans else 0.0
     for begin, end in spans:
-        if reached is None:
-            busy += end - begin
-            reached = end
-            continue
         if begin > reached:
             gaps.append(begin - reached)
         busy += max(0.0, end - max(begin, reached))
@@ -357,23 +315,18 @@ def busy_and_gaps(spans):
 
 def timed_steps(folder):
     """Time whole steps, then let the profiler say when the GPU was idle in them."""
-    from isogloss import distill
-
     state, collator, texts = start_run(Path(folder), SAMPLES, "bfloat16")
     batch = collator(texts[:SAMPLES])
-    for _ in range(STEPS):
-        distill.train_step(state, [batch])
-    synchronize()
-    begin = time.perf_counter()
-    for _ in range(STEPS):
-        distill.train_step(state, [batch])
-    synchronize()
-    seconds = (time.perf_counter() - begin) / STEPS
 
     def steps():
         for _ in range(STEPS):
             distill.train_step(state, [batch])
+        synchronize()
 
+    steps()
+    begin = time.perf_counter()
+    steps()
+    seconds = (time.perf_counter() - begin) / STEPS
     profiler, _ = profiled(steps)
     busy, gaps = busy_and_gaps(gpu_spans(profiler))
     busy_seconds = busy / STEPS / 1e6
@@ -388,7 +341,6 @@ def timed_steps(folder):
 
 def step_over_parts():
     """Compare a step's seconds with those in which the GPU computes."""
-    need_packages()
     with tempfile.TemporaryDirectory() as path:
         prepare(Path(path), layers=8, hidden=512, rows=VOCAB)
         [figures] = on_ranks(1, "timed_steps", path)

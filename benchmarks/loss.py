@@ -9,21 +9,19 @@ The first command prints one line of JSON per loss, each from a process of its o
 
 The inputs are random hidden states and heads of two real sizes.  Nine of ten chunks have one token
 on both sides, the others have two on one side.  The vocabularies have as many tokens in common as
-llama3 and qwen2 do.  Memory is the peak of the process (CPU) or of the allocator (CUDA) above
-inputs and gradients.
+llama3 and qwen2 do.  Memory is the peak of the process above inputs and gradients.  On a GPU
+benchmarks/gpu.py measures the same losses.
 
 tiled: `tiles.tiled_loss`.  plain: all logits at once.  compiled: tiled, with what torch.compile
 makes of a divergence, or of the roots of a translation.
 matmuls: the student's three (forward, and backward for hidden states and weight) and the teacher's,
 over all tokens, in one piece, into memory that exists, in the same process.
-stolen: cores that other virtual machines took, on average over the runs.
-seconds: on a CPU those of all its threads, which other processes disturb less; on a GPU wall time.
+seconds: those of all its threads, which other processes disturb less.
 """
 
 import itertools
 import json
 import math
-import os
 import resource
 import statistics
 import subprocess
@@ -41,6 +39,7 @@ import torch
 import torch.nn.functional as F
 
 from isogloss import losses, nodes, translation
+from isogloss.job.columns import to_device
 from isogloss.models.compiler import loss_compiler, missing_compiler, plain
 from isogloss.objective import loss_table
 from isogloss.spelling import translation_tables
@@ -48,7 +47,6 @@ from isogloss.tile_plan import CPU_SUB_TILES, GPU_SUB_TILES, SubTile, Tile, plan
 from isogloss.tiles import Head, HiddenLogits, StoredLogits, TeacherBlocks, tiled_loss
 
 DIVERGENCES = "forward_kl", "reverse_kl", "generalized_jsd"  # one vocabulary, the student's
-TRANSLATED = "translated_"  # and the name of a divergence
 LOSSES = (
     "piece_kl", "projection_kl", "gold", "alm", "uld", "forward_kl", "cross_entropy")
 # Of llama3 (128,256 tokens) against qwen2: tokens whose bytes are one token of the other too.
@@ -60,7 +58,6 @@ JOINED_FRACTION = 1_127_233 / 502 / 151_646
 LONG_CHUNK_FRACTION = 0.1
 # Weights of the four entries of a projection row: 0.9 * 0.1^i, as projection_tools builds them.
 PROJECTION_WEIGHTS = 0.9, 0.09, 0.009, 0.001
-GIB = 2**30  # bytes
 KIB_PER_GIB = 2**20
 
 # (student logits (n, V), teacher logits (m, W) or None, sub-tile) -> ()
@@ -141,41 +138,19 @@ def spell_long_chunks(text: Text, V: int, tables: nodes.Tables) -> None:
     chunks = losses.find_chunks(text.student_chunk, text.teacher_chunk)
     # Common tokens have one piece; only the others can stand for a chunk of two.
     first_uncommon = int(COMMON_PER_TOKEN * V)
-    # One teacher token, two student tokens.
-    long_on_student = chunks.count_S == 2
-    tokens = first_uncommon + torch.arange(int(long_on_student.sum()))
-    text.teacher_labels[0, chunks.first_T[long_on_student]] = tokens
-    for k in (0, 1):
-        positions = chunks.first_S[long_on_student] + k
-        text.student_labels[0, positions] = tables.pieces_W[tokens, k]
-    # One student token, two teacher tokens.
-    long_on_teacher = chunks.count_T == 2
-    tokens = first_uncommon + torch.arange(int(long_on_teacher.sum()))
-    text.student_labels[0, chunks.first_S[long_on_teacher]] = tokens
-    for k in (0, 1):
-        positions = chunks.first_T[long_on_teacher] + k
-        text.teacher_labels[0, positions] = tables.pieces_V[tokens, k]
+    for is_long, first_long, first_one, long_labels, one_labels, pieces in (
+        (chunks.count_S == 2, chunks.first_S, chunks.first_T, text.student_labels,
+         text.teacher_labels, tables.pieces_W),
+        (chunks.count_T == 2, chunks.first_T, chunks.first_S, text.teacher_labels,
+         text.student_labels, tables.pieces_V),
+    ):
+        tokens = first_uncommon + torch.arange(int(is_long.sum()))
+        one_labels[0, first_one[is_long]] = tokens
+        for k in (0, 1):
+            long_labels[0, first_long[is_long] + k] = pieces[tokens, k]
 
 
 # --- losses ---------------------------------------------------------------------------------------
-
-
-class SampleIds(NamedTuple):
-    """Hold the ids of a sub-tile as a batch of one sample."""
-
-    student_next: torch.Tensor
-    teacher_next: torch.Tensor
-    student_chunk: torch.Tensor
-    teacher_chunk: torch.Tensor
-
-    @classmethod
-    def of(cls, sub_tile: SubTile) -> "SampleIds":
-        return cls(
-            student_next=sub_tile.student_labels[None],
-            teacher_next=sub_tile.teacher_labels[None],
-            student_chunk=sub_tile.student_chunk[None],
-            teacher_chunk=sub_tile.teacher_chunk[None],
-        )
 
 
 def build_loss(
@@ -188,8 +163,8 @@ def build_loss(
     compiler: Callable = plain,
 ) -> Loss:
     """Build the tile loss of a name; that of projection_kl takes the kept columns alone."""
-    if divergence := translated_divergence(name):
-        return build_translated(divergence, tables, device, compiler)
+    if name == "piece_kl":
+        return build_piece_kl(tables, device, compiler)
     if name == "cross_entropy":
         return cross_entropy
     if name == "projection_kl":
@@ -198,49 +173,26 @@ def build_loss(
         return build_gold(V, W, device)
     function = getattr(losses, name)
     if name in DIVERGENCES:
-        function = compiler(function)
-
-        def divergence(x, y, sub_tile):
-            # As for equal tokenizers: one row per chunk on either side.
-            student_rows = x[sub_tile.terms.first_S][None]
-            teacher_rows = y[sub_tile.terms.first_T][None]
-            return function(student_rows, teacher_rows, None)[0]
-
-        return divergence
-
-    def chunk_loss(x, y, sub_tile):
-        ids = SampleIds.of(sub_tile)
-        return function(x[None], y[None], *ids, chunks=sub_tile.terms)[0]
-
-    return chunk_loss
-
-
-def translated_divergence(name: str) -> str | None:
-    """Return the divergence of a translated loss, None for other losses."""
-    if name == "piece_kl":
-        return "forward_kl"
-    return name.removeprefix(TRANSLATED) if name.startswith(TRANSLATED) else None
+        return loss_table.build_per_position(function, {}, compiler=compiler).loss_fn
+    return loss_table.build_per_chunk(None, None, device, loss=function, flag_of={}).loss_fn
 
 
 def cross_entropy(x, y, sub_tile):
     return F.cross_entropy(x.float(), sub_tile.student_labels, reduction="sum")
 
 
-def build_translated(
-    name: str, tables: nodes.Tables, device: str, compiler: Callable
-) -> Loss:
-    on_device = to(tables, device)
+def build_piece_kl(tables: nodes.Tables, device: str, compiler: Callable) -> Loss:
+    on_device = to_device(tables, device)
     cells = translation.CellColumns.of(on_device)
     of_roots = compiler(translation.root_values)
-    divergence = getattr(losses, name)
 
-    def translated(x, y, sub_tile):
+    def piece_kl(x, y, sub_tile):
         return translation.translated(
-            x[None], y[None], sub_tile.terms, on_device, divergence=divergence, of_roots=of_roots,
-            cells=cells,
+            x[None], y[None], sub_tile.terms, on_device, divergence=losses.forward_kl,
+            of_roots=of_roots, cells=cells,
         )[0]
 
-    return translated
+    return piece_kl
 
 
 def build_gold(V: int, W: int, device: str) -> Loss:
@@ -249,11 +201,10 @@ def build_gold(V: int, W: int, device: str) -> Loss:
     rest = losses.other_tokens(common, V), losses.other_tokens(common, W)
 
     def gold(x, y, sub_tile):
-        ids = SampleIds.of(sub_tile)
-        chunk_ids = ids.student_chunk, ids.teacher_chunk
-        chunks = sub_tile.terms
+        ids = loss_table.batch_of_one(sub_tile)
         return losses.gold(
-            x[None], y[None], *chunk_ids, common, common, chunks=chunks, rest=rest
+            x[None], y[None], ids.student_chunk, ids.teacher_chunk, common, common,
+            chunks=sub_tile.terms, rest=rest,
         )[0]
 
     return gold
@@ -267,11 +218,10 @@ def build_projection_kl(V: int, W: int, kept_K: torch.Tensor, device: str) -> Lo
     entries = losses.projection_entries(indices, weights, W, kept_K)
 
     def projection_kl(x, y, sub_tile):
-        ids = SampleIds.of(sub_tile)
-        chunk_ids = ids.student_chunk, ids.teacher_chunk
-        chunks = sub_tile.terms
+        ids = loss_table.batch_of_one(sub_tile)
         return losses.projection_kl(
-            x[None], y[None], *chunk_ids, indices, weights, entries=entries, chunks=chunks
+            x[None], y[None], ids.student_chunk, ids.teacher_chunk, indices, weights,
+            entries=entries, chunks=sub_tile.terms,
         )[0]
 
     return projection_kl
@@ -401,8 +351,7 @@ def prepare(name: str, sizes: Sizes, dtype: torch.dtype, with_plain: bool) -> Lo
     W = V if name in DIVERGENCES else sizes.W
     text = random_text(sizes.tokens, V, W)
     kept_K = torch.randperm(W)[: sizes.K].sort().values.to(device)
-    is_translated = translated_divergence(name) is not None
-    tables = random_tables(V, W) if is_translated else None
+    tables = random_tables(V, W) if name == "piece_kl" else None
     if tables:
         spell_long_chunks(text, V, tables)
     loss, compiled_loss = (
@@ -429,7 +378,7 @@ def prepare(name: str, sizes: Sizes, dtype: torch.dtype, with_plain: bool) -> Lo
         tiles = plan_tiles(*text, vocab_sizes, memory_mib, sub_tiles=budget)
         if teacher:
             tiles = [with_terms(tile, tables) for tile in tiles]
-        return [to(tile, device) for tile in tiles]
+        return [to_device(tile, device) for tile in tiles]
 
     return LossRun(
         name=name,
@@ -454,24 +403,15 @@ def with_terms(tile: Tile, tables: nodes.Tables | None) -> Tile:
     """List the terms of every sub-tile: those of a translation, else the chunks."""
     sub_tiles = []
     for sub_tile in tile.sub_tiles:
-        ids = SampleIds.of(sub_tile)
+        ids = loss_table.batch_of_one(sub_tile)
         if tables:
-            read = F.pad(ids.student_next[:, :-1], (1, 0), value=-1)
-            terms = nodes.list_nodes(read, *ids, tables)
+            read = F.pad(ids.student_labels[:, :-1], (1, 0), value=-1)
+            terms = nodes.list_nodes(read, ids.student_labels, ids.teacher_labels,
+                                     ids.student_chunk, ids.teacher_chunk, tables)
         else:
             terms = losses.find_chunks(ids.student_chunk, ids.teacher_chunk)
         sub_tiles.append(sub_tile._replace(terms=terms))
     return tile._replace(sub_tiles=tuple(sub_tiles))
-
-
-def to(value, device: str):
-    """Move all tensors inside of (named) tuples to a device."""
-    if torch.is_tensor(value):
-        return value.to(device)
-    if isinstance(value, tuple):
-        moved = [to(x, device) for x in value]
-        return type(value)(*moved) if hasattr(value, "_fields") else tuple(moved)
-    return value
 
 
 # --- measurement ----------------------------------------------------------------------------------
@@ -479,30 +419,14 @@ def to(value, device: str):
 
 def peak_gib() -> float:
     """Return the most memory that was ever in use, in GiB."""
-    if torch.cuda.is_available():
-        return torch.cuda.max_memory_allocated() / GIB
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / KIB_PER_GIB
 
 
 def timed(run: Callable[[], None]) -> float:
-    """Return the seconds that a run takes, on a CPU those of all threads of this process."""
-    if not torch.cuda.is_available():
-        begin = time.process_time()
-        run()
-        return time.process_time() - begin
-    begin = time.perf_counter()
+    """Return the seconds that a run takes of all threads of this process."""
+    begin = time.process_time()
     run()
-    torch.cuda.synchronize()
-    return time.perf_counter() - begin
-
-
-def stolen_seconds() -> float:
-    """Return the seconds that all cores wanted to run and could not; 0 where that is unknown."""
-    stat = Path("/proc/stat")
-    if not stat.exists():
-        return 0.0
-    steal = 8  # "cpu user nice system idle iowait irq softirq steal ...", in clock ticks
-    return int(stat.read_text().split()[steal]) / os.sysconf("SC_CLK_TCK")
+    return time.process_time() - begin
 
 
 def memory_of(run: LossRun, path: str) -> float:
@@ -525,11 +449,9 @@ def measure(
     # The first run after the warm-up; the timed ones reuse what it allocated.
     gib = memory_of(run, path)
     seconds = {timed_path: [] for timed_path in (path, "matmuls", *beside)}
-    stolen_before = stolen_seconds()
     for _ in range(times):
         for timed_path, taken in seconds.items():  # in turn: machines drift
             taken.append(timed(getattr(run, timed_path)))
-    stolen = stolen_seconds() - stolen_before
     means = {timed_path: sum(taken) / times for timed_path, taken in seconds.items()}
     ratios = {other: ratios_of(seconds[path], taken) for other, taken in seconds.items()}
     record = {
@@ -546,7 +468,6 @@ def measure(
         "ratios": ratios["matmuls"],
         "median": statistics.median(ratios["matmuls"]),
         "GiB": round(gib, 2),
-        "stolen": round(stolen / sum(map(sum, seconds.values())), 2),
     }
     for other in beside:
         record[f"{other}_seconds"] = round(means[other], 3)

@@ -152,6 +152,7 @@ def main(assets, hidden=512, layers=8, length=256, only="", folder=""):
     if folder:
         return run_all(Path(folder))
     from isogloss.config import Config
+    from isogloss.demo_report import markdown_table
     from isogloss.plan import plan
 
     torchrun = Path(sys.executable).with_name("torchrun")
@@ -165,21 +166,21 @@ def main(assets, hidden=512, layers=8, length=256, only="", folder=""):
         subprocess.run(command, check=True, stdout=subprocess.DEVNULL,
                        env=os.environ | {"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"})
         results = json.loads((folder / "results.json").read_text())
-        print("| layout | state, MiB | expected | error | peak, MiB | expected | error |")
-        print("|" + " --- |" * 7)
+        rows = [["layout", "state, MiB", "expected", "error", "peak, MiB", "expected", "error"]]
         for name, measured in results.items():
             expected = plan(Config(**flags[name]), num_ranks=2, on_gpu=False)
-            print(table_line(name, measured, expected))
+            rows.append(table_row(name, measured, expected))
+        print(markdown_table(rows))
 
 
-def table_line(name, measured, expected):
-    """Return a line of the table: measured and expected MiB, and the error."""
+def table_row(name, measured, expected):
+    """Return measured and expected MiB, and the error."""
     cells = [name]
     for kind in ("state", "peak"):
         value = getattr(expected, kind)
         cells += [f"{measured[kind] / 2**20:.0f}", f"{value / 2**20:.0f}",
                   f"{value / measured[kind] - 1:+.1%}"]
-    return f"| {' | '.join(cells)} |"
+    return cells
 
 
 if __name__ == "__main__":

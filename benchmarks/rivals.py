@@ -25,6 +25,7 @@ Tests: tests/test_rivals.py.
 from bisect import bisect_left
 from collections import defaultdict
 from functools import partial
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -194,6 +195,21 @@ class Csd:
                             losses.Segments.of(of_E, len(logp_NE)))
 
 
+class Places(NamedTuple):
+    """List where Bpm asks the student, and what gives its target there; numbers count the places.
+
+    rows: of the student.
+    at_border: (numbers, teacher rows) of places between two teacher tokens.
+    inside: (number, teacher row, its tokens that go on, where each gives its mass) of the others.
+    changes: (number, student token, mass) to add.
+    """
+
+    rows: list
+    at_border: tuple
+    inside: list
+    changes: list
+
+
 class Bpm:
     """Route the teacher's mass by bytes to student tokens; see the module."""
 
@@ -244,14 +260,22 @@ class Bpm:
 
     def __call__(self, x_NV, y_MW, next_S, next_T, chunks):
         q_MW = y_MW.softmax(-1)
+        places = self.places(q_MW, next_S.tolist(), next_T.tolist(), chunks)
+        target = self.target(q_MW, places)
+        logp = x_NV[torch.tensor(places.rows, dtype=torch.long)].log_softmax(-1)
+        kept, rest_q = target[:, :-1], target[:, -1]
+        is_target = kept > 0
+        rest_p = torch.where(is_target, 0.0, logp.exp()).sum(-1).clamp(min=TINY)
+        value = torch.where(is_target, kept * (kept.clamp(min=1e-30).log() - logp), 0.0).sum(-1)
+        rest = rest_q * (rest_q.clamp(min=1e-30) / rest_p).log()
+        return value + torch.where(rest_q > 0, rest, 0.0)
+
+    def places(self, q_MW, came_S, came_T, chunks):
+        """List where the student is asked, and what gives its target; returns Places."""
         # sums of what is sorted, for the mass of all tokens that begin with some bytes
-        sums_MW = torch.nn.functional.pad(q_MW[:, self.order].double().cumsum(1), (1, 0)).numpy()
+        sums = torch.nn.functional.pad(q_MW[:, self.order].double().cumsum(1), (1, 0)).numpy()
         q = q_MW.numpy()
-        came_S, came_T = next_S.tolist(), next_T.tolist()
-        at_border = [], []  # student and teacher rows
-        inside = []  # (number of the row, teacher row, tokens, routes)
-        changes = []  # (number of the row, token, mass)
-        rows = []
+        places = Places([], ([], []), [], [])
         number_of = zip(chunks.first_S.tolist(), chunks.first_T.tolist(), chunks.count_S.tolist(),
                         chunks.count_T.tolist())
         for first_S, first_T, count_S, count_T in number_of:
@@ -260,55 +284,52 @@ class Bpm:
             data = b"".join(pieces)
             place = 0
             for k in range(count_S):
-                token = came_S[first_S + k]
                 governing = int(np.searchsorted(starts, place, "right")) - 1
                 governing = min(governing, count_T - 1)
                 row_T = first_T + governing
                 read = data[starts[governing] : place]
-                number = len(rows)
+                number = len(places.rows)
                 total = 1.0
                 if not read:
-                    at_border[0].append(number)
-                    at_border[1].append(row_T)
+                    places.at_border[0].append(number)
+                    places.at_border[1].append(row_T)
                     routed = self.route_W[came_T[row_T]].item()
                 else:
                     end = starts[governing + 1] - place
-                    tokens, routes = self.tokens_behind(read, end)
                     low, high = self.range(read)
-                    total = max(sums_MW[row_T, high] - sums_MW[row_T, low], TINY)
-                    inside.append((number, row_T, tokens, routes))
+                    total = max(sums[row_T, high] - sums[row_T, low], TINY)
+                    places.inside.append((number, row_T, *self.tokens_behind(read, end)))
                     routed = self.route(data[place : starts[governing + 1]], end)
-                rows.append(first_S + k)
-                changes += self.spans(number, data, place, starts, governing, first_T, came_T, q,
-                                      sums_MW, total, routed)
-                place += len(self.bytes[0][token])
-        target = q_MW.new_zeros(len(rows), self.num + 1)
-        if at_border[0]:
-            of_border = q_MW.new_zeros(len(at_border[0]), self.num + 1)
-            of_border.index_add_(1, self.route_W, q_MW[torch.tensor(at_border[1])])
-            target[torch.tensor(at_border[0])] = of_border
-        if inside:
-            sizes = [len(entry[2]) for entry in inside]
-            number = torch.from_numpy(np.repeat([entry[0] for entry in inside], sizes))
-            row = torch.from_numpy(np.repeat([entry[1] for entry in inside], sizes))
-            tokens = torch.from_numpy(np.concatenate([entry[2] for entry in inside]))
-            routes = torch.from_numpy(np.concatenate([entry[3] for entry in inside]))
-            target.view(-1).index_add_(0, number * (self.num + 1) + routes, q_MW[row, tokens])
-            which = torch.tensor([entry[0] for entry in inside])
+                places.rows.append(first_S + k)
+                places.changes.extend(self.spans(number, data, place, starts, governing, first_T,
+                                                 came_T, q, sums, total, routed))
+                place += len(self.bytes[0][came_S[first_S + k]])
+        return places
+
+    def target(self, q_MW, places):
+        """Return the (N, V + 1) target of each place, the mass without a token last."""
+        target = q_MW.new_zeros(len(places.rows), self.num + 1)
+        numbers, rows = places.at_border
+        if numbers:
+            of_border = q_MW.new_zeros(len(numbers), self.num + 1)
+            of_border.index_add_(1, self.route_W, q_MW[torch.tensor(rows)])
+            target[torch.tensor(numbers)] = of_border
+        if places.inside:
+            numbers, rows, tokens, routes = zip(*places.inside)
+            sizes = list(map(len, tokens))
+            number = torch.from_numpy(np.repeat(numbers, sizes))
+            row = torch.from_numpy(np.repeat(rows, sizes))
+            token = torch.from_numpy(np.concatenate(tokens))
+            route = torch.from_numpy(np.concatenate(routes))
+            target.view(-1).index_add_(0, number * (self.num + 1) + route, q_MW[row, token])
+            which = torch.tensor(numbers)
             target[which] /= target[which].sum(1, keepdim=True).clamp(min=TINY)
-        if changes:
-            number, token, mass = zip(*changes)
+        if places.changes:
+            number, token, mass = zip(*places.changes)
             place = torch.tensor(number) * (self.num + 1) + torch.tensor(token)
             target.view(-1).index_add_(0, place, torch.tensor(mass, dtype=target.dtype))
         target = target.clamp(min=0.0)
-        target = target / target.sum(1, keepdim=True).clamp(min=TINY)
-        logp = x_NV[torch.tensor(rows, dtype=torch.long)].log_softmax(-1)
-        kept, rest_q = target[:, :-1], target[:, -1]
-        is_target = kept > 0
-        rest_p = torch.where(is_target, 0.0, logp.exp()).sum(-1).clamp(min=TINY)
-        value = torch.where(is_target, kept * (kept.clamp(min=1e-30).log() - logp), 0.0).sum(-1)
-        rest = rest_q * (rest_q.clamp(min=1e-30) / rest_p).log()
-        return value + torch.where(rest_q > 0, rest, 0.0)
+        return target / target.sum(1, keepdim=True).clamp(min=TINY)
 
     def spans(self, number, data, place, starts, governing, first_T, came_T, q, sums, total,
               routed):

@@ -140,7 +140,12 @@ def build_state(cfg, inputs, device, roles=None):
         student = start_pipeline(
             cfg, model, vocab, inputs.ds_config, inputs.teachers, are_local=not roles)
     else:
-        student = start_whole(cfg, model, vocab, inputs)
+        module = StudentWithLoss(model, vocab, cfg.tiled, cfg.activation_offload)
+        attach_projection(module, inputs.teachers, model.device)
+        dist.barrier()  # waits for slow loads: DeepSpeed's own groups do not wait for long
+        engine = start_engine(
+            module, inputs.ds_config, cfg.ds_config, cfg.projection_learning_rate)
+        student = EngineRunner(engine, vocab)
     set_timeout(LOADING_TIMEOUT)  # of DeepSpeed's own groups too
     if not roles:
         load = load_teacher if student.computes_loss else load_silent
@@ -150,24 +155,10 @@ def build_state(cfg, inputs, device, roles=None):
                       tasks=inputs.tasks)
 
 
-def start_whole(cfg, model, vocab, inputs):
-    """Start the engine of a student that is whole on each rank or sharded by ZeRO-3.
-
-    Returns:
-        EngineRunner.
-    """
-    module = StudentWithLoss(model, vocab, cfg.tiled, cfg.activation_offload)
-    attach_projection(module, inputs.teachers, model.device)
-    dist.barrier()  # waits for slow loads: DeepSpeed's own groups do not wait for long
-    engine = start_engine(module, inputs.ds_config, cfg.ds_config, cfg.projection_learning_rate)
-    return EngineRunner(engine, vocab)
-
-
 def prepare(state, inputs, roles, stack):
     """Reach the teachers, check what the loaded models say, and make ready who writes.
 
     Args:
-        inputs: RunInputs.
         roles: Roles, where teachers have ranks of their own; else None.
         stack: ExitStack; what has to be ended is pushed on it.
     """

@@ -13,8 +13,8 @@ from isogloss.flags.model_names import without_secrets
 from isogloss.flags.parse import LONGEST_NAME, check_flags, flag, flags_that
 from isogloss.flags.plugins import load_plugins
 from isogloss.flags.yaml_file import parse_json
-from isogloss.models.attention import ATTENTIONS
 from isogloss.models.compiler import LOSS_BACKENDS
+from isogloss.models.pretrained import ATTENTIONS
 from isogloss.objective.loss_table import (
     ALM_MODES,
     AUTO_WEIGHT,

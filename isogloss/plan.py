@@ -38,8 +38,10 @@ from their config.json, or from recipes/architectures.yaml where there is none.
 Tests: tests/test_plan.py.
 """
 
+import itertools
 import math
 import re
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
@@ -199,6 +201,12 @@ class Layout:
     def positions(self):
         return self.micro_batch * self.cfg.max_length // self.cfg.sequence_parallel
 
+    @property
+    def teacher_ranks(self):
+        """(ranks that hold teachers, those of them on a node)."""
+        per_node = self.cfg.teacher_ranks or self.per_node
+        return self.ranks // self.per_node * per_node, per_node
+
     def beyond_node(self, size, stride=1):
         """Return which part of what a rank sends to its neighbors in a group leaves the node.
 
@@ -302,7 +310,9 @@ def plan(cfg, num_ranks, on_gpu=True, stage=None, per_node=0):
         for teacher_cfg in configs_by_teacher(cfg).values():
             shape = shape_of("teacher", teacher_cfg.teacher_path, cfg.trust_remote_code)
             has_weights = teacher_cfg.teacher_kind.has_weights
-            engine = engine_of(layout, teacher_cfg, shape) if has_weights else ""
+            engine = ""
+            if has_weights:
+                engine = checked_engine(teacher_cfg, shape.config, *layout.teacher_ranks)
             teachers.append((teacher_cfg, shape, engine))
     return need_of(layout, student, teachers)
 
@@ -320,13 +330,6 @@ def check_student_layout(layout, shape):
         raw = read_ds_config(cfg.ds_config)
         raw["zero_optimization"] = raw.get("zero_optimization", {}) | {"stage": layout.stage}
         check_pipeline_layout(cfg, config, raw, layout.ranks, roles)
-
-
-def engine_of(layout, cfg, shape):
-    """Return the engine of a teacher, whose layout is one that distill.py takes."""
-    per_node = layout.cfg.teacher_ranks or layout.per_node
-    num_ranks = layout.ranks // layout.per_node * per_node
-    return checked_engine(cfg, shape.config, num_ranks, per_node)
 
 
 def need_of(layout, student, teachers):
@@ -430,8 +433,7 @@ def teacher_sends(layout, cfg, shape, engine):
     """
     b = 4 if cfg.teacher_dtype == "float32" else 2
     degree = cfg.teacher_tp
-    per_node = layout.cfg.teacher_ranks or layout.per_node
-    num_ranks = layout.ranks // layout.per_node * per_node
+    num_ranks, per_node = layout.teacher_ranks
     if engine == "zero3":
         sent = layout.micro_batches * b * shape.weights * (num_ranks - 1) / num_ranks
         return sent, 1 / per_node if num_ranks > per_node else 0.0
@@ -494,23 +496,16 @@ def choices(cfg, num_ranks, per_node):
         stages = (1,)
     elif num_ranks == 1:
         stages = (0,)
-    for stage in stages:
-        for degree in (1, 2, 4, 8):
-            shards = cfg.kd_weight and cfg.teacher_kind.has_weights
-            if per_node % degree or (degree > 1 and not shards):
-                continue
-            for checkpointing in (False, True):
-                other = replace(cfg, activation_checkpointing=checkpointing,
-                                activation_offload=False)
-                if not cfg.teachers:
-                    other = replace(other, teacher_tp=degree)
-                elif degree > 1:
-                    continue
-                try:
-                    need = plan(other, num_ranks, stage=stage, per_node=per_node)
-                except ValueError:
-                    continue
-                needs.append((words_of(other, stage), need))
+    degrees = [1]
+    if cfg.kd_weight and cfg.teacher_kind.has_weights and not cfg.teachers:
+        degrees = [degree for degree in (1, 2, 4, 8) if per_node % degree == 0]
+    for stage, degree, checkpointing in itertools.product(stages, degrees, (False, True)):
+        other = replace(cfg, activation_checkpointing=checkpointing, activation_offload=False)
+        if not cfg.teachers:
+            other = replace(other, teacher_tp=degree)
+        with suppress(ValueError):
+            need = plan(other, num_ranks, stage=stage, per_node=per_node)
+            needs.append((words_of(other, stage), need))
     return needs
 
 

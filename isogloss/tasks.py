@@ -28,8 +28,6 @@ from isogloss.models.pretrained import load_config, load_model
 from isogloss.projection_tools.tokenizers import load_tokenizer
 from isogloss.rollout import needs_equal_lengths
 
-DTYPES = "auto", "float32", "bfloat16", "float16"
-
 
 @dataclass(kw_only=True)
 class Args(TaskOptions):
@@ -40,13 +38,13 @@ class Args(TaskOptions):
         MISSING, "some of mmlu, mmlu_continuation, lambada, gsm8k, humaneval_plus, mbpp_plus and "
         "lm_eval:NAME of lm-evaluation-harness, with commas.")
     output: str = flag("", "file for one JSON line per item: task, id, prediction, verdict, nats.")
-    dtype: str = flag("auto", "auto (that of the files), float32, bfloat16 or float16.")
+    dtype: str = flag(
+        "auto", "auto (that of the files), float32, bfloat16 or float16.",
+        choices=("auto", "float32", "bfloat16", "float16"))
     trust_remote_code: bool = flag(False, "run Python code that comes with the model.")
 
     def __post_init__(self):
         super().__post_init__()
-        if self.dtype not in DTYPES:
-            raise ValueError(f"--dtype {self.dtype}: expected one of {', '.join(DTYPES)}")
         if self.output:
             check_output(Path(self.output))
 

@@ -61,11 +61,6 @@ def fill_empty(projection, other):
     return np.where(empty, other_indices, indices), np.where(empty, other_likelihoods, likelihoods)
 
 
-def counted(masks):
-    """Return {reason: number} of {reason: mask}, those that hold for none left out."""
-    return {reason: int(mask.sum()) for reason, mask in masks.items() if mask.any()}
-
-
 def describe(indices):
     """Return one line of facts about a projection."""
     sizes = (np.asarray(indices) >= 0).sum(1)

@@ -14,13 +14,13 @@ from dataclasses import asdict, dataclass
 
 import numpy as np
 
-from isogloss.flags.parse import MISSING, MOST_SLOTS, OLD_NAMES, flag, tool
-from isogloss.projection_tools.arrays import counted, fill_empty
+from isogloss.flags.parse import MISSING, OLD_NAMES, flag, shared, tool
+from isogloss.projection_tools.arrays import fill_empty
 from isogloss.projection_tools.cut import cut_rows
 from isogloss.projection_tools.exact import exact_pairs, pin_exact
 from isogloss.projection_tools.files import as_tables, cached, check_output, finish
 from isogloss.projection_tools.generate import Embedder, similar_rows
-from isogloss.projection_tools.multitoken import multitoken_rows
+from isogloss.projection_tools.multitoken import Args as SpellingArgs, multitoken_rows
 from isogloss.projection_tools.tokenizers import PairArgs
 from isogloss.spelling import spell
 
@@ -32,14 +32,11 @@ class Recipe:
     """The choices that decide a projection."""
 
     # None of these defaults is tuned.  A change of one changes the cached files' names by itself.
-    top_k: int = flag(4, "entries kept per row, 1 or more.", low=1, high=MOST_SLOTS)
+    top_k: int = shared(SpellingArgs, "top_k")
     threshold: float = flag(0.0, "drop entries that weigh less than this, 0 to 1.", low=0, high=1)
-    max_pieces: int = flag(
-        4, "pieces of a spelling that are used, 1 or more.", low=1, high=MOST_SLOTS)
-    reverse: bool = flag(
-        False, "also add teacher tokens that the student spells with several tokens.")
-    special_threshold: float = flag(
-        0.8, "pair control tokens whose names are at least this similar, 0 to 1.", low=0, high=1)
+    max_pieces: int = shared(SpellingArgs, "max_pieces", 4)
+    reverse: bool = shared(SpellingArgs, "reverse")
+    special_threshold: float = shared(SpellingArgs, "special_threshold")
     embedding_model: str = flag(
         "", "hub id or directory of a model whose embeddings fill the rows that bytes leave empty; "
         "if not given, these rows stay empty.")
@@ -49,7 +46,6 @@ def build_projection(pair, recipe=None, trust_remote_code=False):
     """Build the sparse student-to-teacher projection.
 
     Args:
-        pair: Pair.
         recipe: Recipe; None: the defaults.
         trust_remote_code: run the Python code that comes with the embedding model.
     Returns:
@@ -106,11 +102,12 @@ def empty_row_reasons(pair, indices):
     student = pair.tables[0]
     empty = indices[:, 0] < 0  # rows are sorted, so the first slot is the last to be unused
     unused = np.diff(student.starts) == 0
-    return counted({
+    masks = {
         "control tokens without a counterpart": empty & student.special,
         "ids without a token": empty & ~student.special & unused,
         "bytes that the teacher cannot write": empty & ~student.special & ~unused,
-    })
+    }
+    return {reason: int(mask.sum()) for reason, mask in masks.items() if mask.any()}
 
 
 @dataclass(kw_only=True)

@@ -13,9 +13,9 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from isogloss.flags.parse import OLD_NAMES, tool
-from isogloss.projection_tools.files import TableArgs, cached, finish_tables
-from isogloss.projection_tools.tokenizers import tokenizer_metadata
+from isogloss.flags.parse import MOST_SLOTS, OLD_NAMES, flag, tool
+from isogloss.projection_tools.files import cached, check_output, save_atomically
+from isogloss.projection_tools.tokenizers import PairArgs, tokenizer_metadata
 from isogloss.spelling import build_translation_tables
 
 VERSION = 4  # of the tables; raise it when they change for the same two tokenizers
@@ -25,7 +25,6 @@ def build_translation(pair, max_pieces=16):
     """Return all tables of `nodes.Tables`, with the tokenizers' fingerprints.
 
     Args:
-        pair: Pair.
         max_pieces: longest spelling kept, in pieces; of longer ones the beginning.
     """
     tables = {}
@@ -58,12 +57,23 @@ def statistics(tables, pair):
 
 
 @dataclass(kw_only=True)
-class Args(TableArgs):
+class Args(PairArgs):
     """Build the tables by which a teacher's belief is translated into a student's vocabulary."""
+
+    output: str = flag(
+        "", "file to write, .pt or .safetensors; empty: none, only print statistics.")
+    max_pieces: int = flag(16, "pieces kept of a spelling, 1 or more.", low=1, high=MOST_SLOTS)
 
 
 def main(args):
-    finish_tables(args, build_translation, statistics)
+    check_output(args.output)
+    pair = args.load_pair()
+    tables = build_translation(pair, args.max_pieces)
+    if args.output:
+        save_atomically(tables, args.output)
+        print(f"{args.output}:")
+    for name, value in statistics(tables, pair).items():
+        print(f"  {name}: {value}")
 
 
 def cli(argv=None):

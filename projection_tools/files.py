@@ -12,15 +12,13 @@ import secrets
 import sys
 import warnings
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import torch
 
-from isogloss.flags.parse import MOST_SLOTS, flag
 from isogloss.projection_tools.arrays import describe
-from isogloss.projection_tools.tokenizers import PairArgs, tokenizer_metadata
+from isogloss.projection_tools.tokenizers import tokenizer_metadata
 
 CACHE = Path(os.environ.get("ISOGLOSS_CACHE", "~/.cache/isogloss")).expanduser()
 # A row's sum may be off by this much: bfloat16 rounds a row of four to a few thousandths.
@@ -270,7 +268,6 @@ def finish(projection, pair, args, *notes):
 
     Args:
         projection: (indices, likelihoods).
-        pair: Pair.
         args: the tool's Args; its flags are recorded in the file.
         notes: what else to print.
     """
@@ -283,31 +280,6 @@ def finish(projection, pair, args, *notes):
             words.append(f"--{key.replace('_', '-')} {value}")
     save_atomically(as_tables(projection, pair, " ".join(words)), args.output)
     print(f"{args.output}: {describe(projection[0])}", *notes, sep="; ")
-
-
-@dataclass(kw_only=True)
-class TableArgs(PairArgs):
-    """Build tables of two tokenizers."""
-
-    output: str = flag(
-        "", "file to write, .pt or .safetensors; empty: none, only print statistics.")
-    max_pieces: int = flag(16, "pieces kept of a spelling, 1 or more.", low=1, high=MOST_SLOTS)
-
-
-def finish_tables(args, build, statistics):
-    """Build tables for a tool's TableArgs, write them, and print what `statistics` says of them.
-
-    Args:
-        build: (Pair, pieces kept) -> tables; statistics: (tables, Pair) -> {what: number or text}.
-    """
-    check_output(args.output)
-    pair = args.load_pair()
-    tables = build(pair, args.max_pieces)
-    if args.output:
-        save_atomically(tables, args.output)
-        print(f"{args.output}:")
-    for name, value in statistics(tables, pair).items():
-        print(f"  {name}: {value}")
 
 
 def cached(name, build, directory=None):

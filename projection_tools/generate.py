@@ -105,7 +105,6 @@ def similar_rows(pair, embed, top_k=4, sharpness=10.0, block_mib=256):
     """Return a projection from the similarity of embeddings.
 
     Args:
-        pair: Pair.
         embed: list of N texts -> (N, H) float tensor of unit vectors.
         top_k: entries kept in a row.
         sharpness: weights are proportional to exp(sharpness * cosine).

@@ -27,7 +27,6 @@ def multitoken_rows(pair, top_k=4, max_pieces=8, reverse=False, special_threshol
     """Return a projection from the pieces by which each side spells the other's tokens.
 
     Args:
-        pair: Pair.
         top_k: entries kept in a row.
         max_pieces: pieces of a spelling that count.
         reverse: add teacher tokens that are made of several student tokens, behind the pieces; of

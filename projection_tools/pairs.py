@@ -47,32 +47,33 @@ def shares(texts, pair, tables):
         pair: Pair.
         tables: of `cells.build_translation`.
     """
-    counts = dict.fromkeys(("tokens", "full", "rest", "none", "chunks", "misplaced"), 0)
-    cells = tables["cell_V"].numpy(), tables["cell_W"].numpy()
+    cell_V, cell_W = tables["cell_V"].numpy(), tables["cell_W"].numpy()
+    num_tokens = rest = none = 0
+    num_chunks = misplaced = 0
     for text in texts:
         coded = [tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
                  for tokenizer in pair.tokenizers]
         ids = [np.array(one["input_ids"], np.int64) for one in coded]
         offsets = [one["offset_mapping"] for one in coded]
         alignment = align(*ids, *pair.tables, text, *offsets)
-        chunk_S, chunk_T = alignment.student_chunk, alignment.teacher_chunk
-        num = 1 + max(chunk_S.max(initial=-1), chunk_T.max(initial=-1))
-        sizes = [np.bincount(chunk[chunk >= 0], minlength=num) for chunk in (chunk_S, chunk_T)]
-        is_many = (sizes[0] > 1) & (sizes[1] > 1)
-        first = [ids[side][np.unique(chunk, return_index=True)[1][-num:]]
-                 for side, chunk in enumerate((chunk_S, chunk_T))] if num else ids
-        rest = int((sizes[0][is_many] - 1).sum())
-        none = int((chunk_S < 0).sum())
-        counts["tokens"] += len(ids[0])
-        counts["rest"] += rest
-        counts["none"] += none
-        counts["full"] += len(ids[0]) - rest - none
-        counts["chunks"] += num
-        if num:
-            counts["misplaced"] += int((cells[0][first[0]] != cells[1][first[1]]).sum())
-    total = {"misplaced": max(counts["chunks"], 1)}
-    return {name: counts[name] / total.get(name, max(counts["tokens"], 1))
-            for name in ("full", "rest", "none", "misplaced")}
+        is_many = (alignment.student_tokens > 1) & (alignment.teacher_tokens > 1)
+        num_tokens += len(ids[0])
+        rest += int((alignment.student_tokens[is_many] - 1).sum())
+        none += int((alignment.student_chunk < 0).sum())
+        num_chunks += len(is_many)
+        first_S = first_tokens(ids[0], alignment.student_chunk)
+        first_T = first_tokens(ids[1], alignment.teacher_chunk)
+        misplaced += int((cell_V[first_S] != cell_W[first_T]).sum())
+    counts = {"full": num_tokens - rest - none, "rest": rest, "none": none}
+    found = {name: count / max(num_tokens, 1) for name, count in counts.items()}
+    return found | {"misplaced": misplaced / max(num_chunks, 1)}
+
+
+def first_tokens(ids, chunk):
+    """Return the (C,) ids of the first token of every chunk; -1 in `chunk`: in none."""
+    in_chunk = chunk >= 0
+    _, places = np.unique(chunk[in_chunk], return_index=True)
+    return ids[in_chunk][places]
 
 
 def read_texts(flag_value, pages):

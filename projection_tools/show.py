@@ -9,16 +9,15 @@ A row's tokens are written with their bytes; `*` marks an entry that the bytes d
 from dataclasses import dataclass
 
 import numpy as np
+import torch
 
 from isogloss.flags.parse import MISSING, OLD_NAMES, flag, tool
+from isogloss.losses import common_tokens
 from isogloss.projection_tools.arrays import describe
 from isogloss.projection_tools.build import empty_row_reasons
 from isogloss.projection_tools.files import check_picture, load_arrays
 from isogloss.projection_tools.tokenizers import PairArgs
 from isogloss.spelling import all_bytes, link_special_tokens
-
-# Top weight from which on a row takes part in the relaxed common set, as in the loss h_kl.
-RELAXED_WEIGHT = 0.6
 
 FONT_SIZE = 8  # points, of the picture
 LABEL_LENGTH = 24  # characters of a token that fit beside a row of the picture
@@ -48,32 +47,12 @@ def byte_explained(projection, pair):
     return result
 
 
-def common_set(projection, relaxed=False):
-    """Return the tokens that both vocabularies share, as the losses gold and h_kl count them.
-
-    Args:
-        projection: (indices, likelihoods).
-        relaxed: False: rows of one slot with weight 1; of one teacher token the lowest v.  True:
-            rows whose top weight is 0.6 or more; of one teacher token the heaviest row, then the
-            lowest v.
-    Returns:
-        (v, w): ids, rising in v.
-    """
-    indices, likelihoods = projection
-    top = likelihoods[:, 0]
-    if relaxed:
-        common = top >= RELAXED_WEIGHT
-    else:
-        one_slot = (indices[:, 1:] < 0).all(1)
-        common = one_slot & (top > 1 - 1e-6)  # a float32 file rounds
-    v = np.flatnonzero((indices[:, 0] >= 0) & common)
-
-    # Each teacher token once: its rows stand together, the one that counts first.
-    w = indices[v, 0]
-    order = np.lexsort((v, -top[v], w))
-    _, first = np.unique(w[order], return_index=True)
-    v = np.sort(v[order][first])
-    return v, indices[v, 0]
+def num_common(projection, relaxed=False):
+    """Return how many tokens both vocabularies share, as the losses gold and h_kl count them."""
+    try:
+        return len(common_tokens(*map(torch.from_numpy, projection), relaxed=relaxed)[0])
+    except ValueError:  # none
+        return 0
 
 
 def row_statistics(projection, pair):
@@ -98,8 +77,8 @@ def row_statistics(projection, pair):
         for k in range(indices.shape[1]):
             mean = several[:, k].mean()
             facts[f"mean weight at rank {k + 1}, rows with several"] = f"{mean:.4f}"
-    facts["common set, strict"] = len(common_set(projection)[0])
-    facts["common set, relaxed"] = len(common_set(projection, relaxed=True)[0])
+    facts["common set, strict"] = num_common(projection)
+    facts["common set, relaxed"] = num_common(projection, relaxed=True)
     facts["teacher tokens in use"] = len(np.unique(indices[used]))
     unexplained = used & ~byte_explained(projection, pair)
     facts["entries that bytes do not explain"] = int(unexplained.sum())

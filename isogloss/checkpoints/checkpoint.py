@@ -194,25 +194,21 @@ def complete_checkpoints(folder):
 
 
 def _orders(checkpoints):
-    """Return {path: (count, seconds)}; a greater one was written later, of equal ones the second.
+    """Return {path: count}; a greater one was written later, of equal ones the second.
 
-    The count is of what this folder has been given.  Earlier versions did not count, so theirs
-    come first, in the order of the clock.  One that is damaged stays with the step before it.
+    The count is of what this folder has been given.  A damaged one stays with the step before it.
     """
     orders = {}
-    order = 0, 0.0
+    order = 0
     for checkpoint in checkpoints:
         with suppress(OSError, ValueError, AttributeError, TypeError):  # damaged
-            position = position_of(checkpoint)
-            count = int(position.get("count", 0))
-            order = count, 0.0 if count else float(position.get("written", 0))
+            order = int(position_of(checkpoint).get("count", 0))
         orders[checkpoint] = order
     return orders
 
 
 def _next_count(folder):
-    orders = _orders(Path(folder).glob("step_*"))
-    return 1 + max((count for count, _ in orders.values()), default=0)
+    return 1 + max(_orders(Path(folder).glob("step_*")).values(), default=0)
 
 
 def find_checkpoint(choice, folder, identity):

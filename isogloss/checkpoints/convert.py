@@ -31,7 +31,6 @@ def load_converted(engine, checkpoint, universal, stages):
 
     Args:
         engine: started with load_universal if it has ZeRO stage 1 to 3.
-        checkpoint: Path of its folder.
         universal: Path of a folder beside it, which is written and removed.
         stages: (ZeRO stage of the checkpoint, that of the engine).
     """

@@ -42,12 +42,10 @@ class HarnessTask:
     Attributes:
         name: as in --eval_tasks.
         loaded: what its TaskManager loads.
-        limit: items of each task; 0: all.
     """
 
     name: str
     loaded: dict
-    limit: int = 0
 
     @property
     def writes(self):
@@ -105,7 +103,7 @@ def load_harness_task(name, options):
                              "humaneval_plus or mbpp_plus, which have a sandbox")
         if options.shots >= 0:
             task.set_config(key="num_fewshot", value=options.shots)
-    return HarnessTask(name, loaded, options.limit)
+    return HarnessTask(name, loaded)
 
 
 def _local_copy(name, folder):
@@ -243,8 +241,8 @@ def run_harness_task(task, answers):
     os.environ["DISABLE_MULTIPROC"] = "1"  # a job of many threads must not be forked
     # what it prints and its progress bars would stand amid the job's
     with open(os.devnull, "w") as nowhere, redirect_stdout(nowhere), redirect_stderr(nowhere):
-        results = evaluate(_language_model(answers), task.loaded, limit=task.limit or None,
-                           bootstrap_iters=NUM_RESAMPLED)
+        results = evaluate(_language_model(answers), task.loaded, bootstrap_iters=NUM_RESAMPLED,
+                           limit=answers.options.limit or None)
     metrics = {}
     for name, of_task in results["results"].items():
         if task.name in NAMES and name != NAMES[task.name][0]:

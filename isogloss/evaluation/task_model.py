@@ -238,7 +238,7 @@ class Score:
     is_greedy: bool
 
 
-def score(model, requests, batch_size=16, agree=bool, on_scored=int):
+def score(model, requests, batch_size=16, agree=bool):
     """Compute the log-likelihoods of continuations.
 
     Args:
@@ -247,11 +247,10 @@ def score(model, requests, batch_size=16, agree=bool, on_scored=int):
         batch_size: rows of a forward pass, at most.
         agree: (this process has work) -> some process has work; one that has none runs an idle
             pass.  For models whose every pass needs all ranks, as under ZeRO-3.
-        on_scored: called with the number of requests that each pass has finished.
     Returns:
         a Score for each request, in their order.
     """
-    scores = Scores(requests, on_scored)
+    scores = Scores(len(requests))
     waiting = plan_passes(plan_rows(requests, shares_contexts(model)), model, batch_size)
     with torch.no_grad():
         while agree(bool(waiting)):
@@ -268,11 +267,9 @@ def score(model, requests, batch_size=16, agree=bool, on_scored=int):
 class Scores:
     """Add up what passes say of the tokens of continuations."""
 
-    def __init__(self, requests, on_scored):
-        self.on_scored = on_scored
-        self.missing = [request.num_scored for request in requests]  # tokens
-        self.logp = [0.0] * len(requests)
-        self.is_greedy = [True] * len(requests)
+    def __init__(self, num_requests):
+        self.logp = [0.0] * num_requests
+        self.is_greedy = [True] * num_requests
 
     def add(self, judged, logits_NV, places):
         """Add the tokens of one pass.
@@ -291,13 +288,9 @@ class Scores:
         best_n = logits_NV.argmax(-1)[place_n] == token_n
         logp_n = logits_NV[place_n, token_n] - logits_NV.logsumexp(-1)[place_n]
         parts = zip(judged, logp_n.double().cpu().split(sizes), best_n.cpu().split(sizes))
-        num_finished = 0
         for entry, logp, best in parts:
             self.logp[entry.number] += float(logp.sum())
             self.is_greedy[entry.number] &= bool(best.all())
-            self.missing[entry.number] -= len(logp)
-            num_finished += self.missing[entry.number] == 0
-        self.on_scored(num_finished)
 
     def scores(self):
         return [Score(logp, is_greedy) for logp, is_greedy in zip(self.logp, self.is_greedy)]

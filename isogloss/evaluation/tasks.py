@@ -19,7 +19,7 @@ from tqdm import tqdm
 from isogloss.evaluation import code_tasks, sandbox
 from isogloss.evaluation.code_tasks import CodeItem, CodeJudge, ks_of, pass_at
 from isogloss.evaluation.task_model import GaveUp, evaluation_mode, write_answers
-from isogloss.flags.parse import check_types, flag
+from isogloss.flags.parse import check_flags, flag
 
 # {option: its smallest and largest value}: beyond them float32 or random generators fail, or no
 # machine suffices
@@ -48,7 +48,7 @@ class TaskOptions:
         False, "run what the model writes without a sandbox; it can then do all that you can.")
 
     def __post_init__(self):
-        check_types(self)
+        check_flags(self)
         for name, (least, most) in BOUNDS.items():
             value = getattr(self, name)
             if not value >= least:

@@ -21,7 +21,7 @@ import textwrap
 from dataclasses import MISSING, fields
 from pathlib import Path
 
-import fire
+from fire.parser import DefaultParseValue
 
 import isogloss
 from isogloss.flags.model_names import without_secrets
@@ -241,19 +241,15 @@ def parse_flags(kind, argv, positional=(), aliases=None, file_flag=""):
 
 def _instance(kind, given):
     """Return an instance of a dataclass from {field name: text of its value}."""
-    as_text = {}
+    values = {}
     for field in fields(kind):
-        if field.default is MISSING and field.name not in given:
+        if field.name in given:
+            text = given[field.name]
+            # a text is not evaluated: --text_key=2024 stays text
+            values[field.name] = text if field.type is str else DefaultParseValue(text)
+        elif field.default is MISSING:
             raise ValueError(f"--{field.name} is missing; --help describes every flag")
-        if field.type is str:
-            as_text[field.name] = str  # not evaluated: --text_key=2024 stays text
-
-    # Every flag goes to fire as one word, --name=value, which leaves it nothing to guess.
-    command = [f"--{name}={value}" for name, value in given.items()]
-    parser = fire.decorators.SetParseFns(**as_text)(kind)
-    config = fire.Fire(parser, command=command, serialize=lambda _: None)
-    assert isinstance(config, kind), config
-    return config
+    return kind(**values)
 
 
 def _fields_by_name(kind):

@@ -37,8 +37,8 @@ from torch import Tensor
 DESCRIPTION_BYTES = 1024  # room for a slot's description, which takes about 250
 CUDA_HANDLE_BYTES = 64  # CU_IPC_HANDLE_SIZE of cuda.h
 CUDA_OUT_OF_MEMORY = 2  # CUDA_ERROR_OUT_OF_MEMORY of cuda.h
-# What this process has published, until `release` or its own end.
-_published: dict["Handle", Tensor] = {}
+# What this process has published, by its location, until `release` or its own end.
+_published: dict[tuple[Any, Any], Tensor] = {}
 
 
 def dtype_of(name: str) -> torch.dtype:
@@ -123,7 +123,7 @@ def publish(tensor: Tensor) -> Handle:
         memory, cuda_handle = _Cuda.get().allocate(nbytes, tensor.device)
         location = (_uuid(tensor.device), cuda_handle)
     handle = Handle(device_type, location, tuple(tensor.shape), tensor.dtype, nbytes)
-    _published[handle] = memory
+    _published[location] = memory
     attach(handle).copy_(tensor)
     if device_type != "cpu":
         # Other processes do not wait for this one's streams.
@@ -141,7 +141,12 @@ def attach(handle: Handle) -> Tensor:
         RuntimeError: the publisher's GPU is not visible to this process, or CUDA fails.
     """
     # CUDA cannot open a handle in the process that made it.
-    raw = _published[handle] if handle in _published else _open(handle)
+    raw = _published[handle.location] if handle.location in _published else _open(handle)
+    return _viewed(raw, handle)
+
+
+def _viewed(raw: Tensor, handle: Handle) -> Tensor:
+    """Return memory as the tensor that a handle describes."""
     itemsize = handle.dtype.itemsize
     # An empty tensor has one byte of memory, which may be less than one item.
     whole_items = handle.nbytes // itemsize
@@ -154,7 +159,7 @@ def release(handle: Handle) -> None:
 
     On the CPU, processes that have attached it keep the memory; on CUDA they must be done with it.
     """
-    memory = _published.pop(handle)
+    memory = _published.pop(handle.location)
     if handle.device == "cpu":
         _, descriptor = handle.location
         os.close(descriptor)  # the memory lives on in whoever maps it
@@ -314,14 +319,6 @@ class WriterHandle(NamedTuple):
         return cls(board, int(plain["readers"]), int(plain["slots"]))
 
 
-class _Description(NamedTuple):
-    """Describe the tensor in a slot."""
-
-    buffer: Handle
-    shape: torch.Size
-    dtype: torch.dtype
-
-
 def _released_word(reader: int) -> int:
     """Return the word with the number of tensors that a reader released; its process id follows."""
     return 2 + 2 * reader
@@ -356,21 +353,14 @@ class _Board:
         nbytes = cls.word_bytes(readers) + DESCRIPTION_BYTES * slots
         return WriterHandle(publish(torch.zeros(nbytes, dtype=torch.uint8)), readers, slots)
 
-    def describe(self, slot: int, description: _Description) -> None:
-        plain = {
-            "buffer": description.buffer.to_plain(),
-            "shape": list(description.shape),
-            "dtype": _name_of(description.dtype),
-        }
-        text = bytearray(json.dumps(plain).encode())
+    def describe(self, slot: int, tensor: Handle) -> None:
+        text = bytearray(json.dumps(tensor.to_plain()).encode())
         # Spaces, which JSON ignores, cover what an older, longer description left behind.
         raw = torch.frombuffer(text.ljust(DESCRIPTION_BYTES), dtype=torch.uint8)
         self.descriptions[slot].copy_(raw)
 
-    def description(self, slot: int) -> _Description:
-        plain = json.loads(bytes(self.descriptions[slot].tolist()))
-        shape = torch.Size(plain["shape"])
-        return _Description(Handle.from_plain(plain["buffer"]), shape, dtype_of(plain["dtype"]))
+    def description(self, slot: int) -> Handle:
+        return Handle.from_plain(json.loads(bytes(self.descriptions[slot].tolist())))
 
     def wait(self, word: int, least: int, peer: str, timeout: float) -> None:
         """Wait until words[word] >= least; the next word is the id of the process that counts.
@@ -450,11 +440,11 @@ class TensorWriter:
         number = self._board[WRITTEN]
         slot = number % self.handle.slots
         self._wait_for_readers(number + 1 - self.handle.slots)
-        raw = tensor.detach().contiguous().flatten().view(torch.uint8)
-        buffer = self._buffer(slot, raw)
-        attach(buffer)[: raw.nbytes].copy_(raw)
+        buffer = self._buffer(slot, tensor)
+        described = buffer._replace(shape=tuple(tensor.shape), dtype=tensor.dtype)
+        attach(described).copy_(tensor.detach())
         _finish(tensor.device)
-        self._board.describe(slot, _Description(buffer, tensor.shape, tensor.dtype))
+        self._board.describe(slot, described)
         self._board[WRITTEN] = number + 1  # last: from now on readers look
 
     def drain(self) -> None:
@@ -476,19 +466,19 @@ class TensorWriter:
         for reader in range(self.handle.readers):
             self._board.wait(_released_word(reader), least, f"reader {reader}", self.timeout)
 
-    def _buffer(self, slot: int, raw: Tensor) -> Handle:
+    def _buffer(self, slot: int, tensor: Tensor) -> Handle:
         """Return the slot's buffer, replaced if the bytes do not fit or lie on another device."""
         buffer = self._buffers[slot]
         if (
             buffer is not None
-            and buffer.nbytes >= raw.nbytes
-            and buffer.device == raw.device.type
+            and buffer.nbytes >= tensor.nbytes
+            and buffer.device == tensor.device.type
         ):
             return buffer
-        nbytes = max(1, raw.nbytes)
+        nbytes = max(1, tensor.nbytes)
         if buffer is not None:  # doubling bounds the number of buffers over a run
             nbytes = max(nbytes, 2 * buffer.nbytes)
-        buffer = publish(raw.new_empty(nbytes))
+        buffer = publish(tensor.new_empty(nbytes, dtype=torch.uint8))
         self._buffers[slot] = buffer
         self._handles.append(buffer)
         return buffer
@@ -509,7 +499,7 @@ class TensorReader:
         self._slots = handle.slots
         self._word = _released_word(reader)
         self._taken = 0
-        self._buffers: dict[Handle, Tensor] = {}  # each buffer is mapped once
+        self._buffers: dict[tuple[Any, Any], Tensor] = {}  # each buffer is mapped once
         self._board[self._word + 1] = os.getpid()
 
     def next(self) -> Tensor:
@@ -521,14 +511,13 @@ class TensorReader:
             PeerDied: the writer has ended or does not respond.
         """
         self._board.wait(WRITTEN, self._taken + 1, "the writer", self.timeout)
-        description = self._board.description(self._taken % self._slots)
-        buffer = description.buffer
-        if buffer not in self._buffers:
-            self._buffers[buffer] = attach(buffer)
+        tensor = self._board.description(self._taken % self._slots)
+        place = tensor.location
+        if place not in self._buffers:
+            whole = tensor._replace(shape=(tensor.nbytes,), dtype=torch.uint8)
+            self._buffers[place] = attach(whole)
         self._taken += 1
-        nbytes = description.shape.numel() * description.dtype.itemsize
-        raw = self._buffers[buffer][:nbytes]
-        return raw.view(description.dtype).view(description.shape)
+        return _viewed(self._buffers[place], tensor)
 
     def release(self) -> None:
         """Let the writer overwrite all tensors taken so far.

@@ -298,23 +298,6 @@ def part(store, key, number, count):
             store.wait(keys, READING_TIMEOUT)
 
 
-def broadcast_value(value, source, group):
-    """Return the value of rank `source` on all ranks of a group whose tensors are on the CPU.
-
-    Args:
-        value: what JSON can express; ignored on other ranks.
-        source: rank in the job.
-    """
-    text = bytearray(json.dumps(value).encode())
-    length = torch.tensor([len(text)])
-    dist.broadcast(length, source, group=group)
-    if dist.get_rank() != source:
-        text = bytearray(int(length))
-    raw = torch.frombuffer(text, dtype=torch.uint8)
-    dist.broadcast(raw, source, group=group)
-    return json.loads(bytes(raw.tolist()))
-
-
 def values_of_ranks(value, group=None):
     """Return the values of all ranks, in order, the same list on each; all of them take part.
 

@@ -68,19 +68,11 @@ class StepReport:
         if len(self.state.teachers) > 1 or self.state.cfg.dynamic_scale:
             metrics["kd_weight"] = self.kd_weights[number]
         if self.state.writer:
-            metrics |= kd_by_origin(self.sums.read()[number], pair)
+            # on what the student wrote, and on the data
+            _, kd, of_rollouts = self.sums.read()[number]
+            metrics["kd/on"] = mean_of(of_rollouts, pair.rollout_terms)
+            metrics["kd/off"] = mean_of(kd - of_rollouts, pair.kd_terms - pair.rollout_terms)
         return metrics
-
-
-def kd_by_origin(sums, pair):
-    """Return the mean distillation loss on what the student wrote, and on the data.
-
-    Args:
-        sums: global [cross-entropy, distillation loss, its part in rollouts], nats.
-        pair: global PairCounts.
-    """
-    return {"kd/on": mean_of(sums[2], pair.rollout_terms),
-            "kd/off": mean_of(sums[1] - sums[2], pair.kd_terms - pair.rollout_terms)}
 
 
 def named(state, setup, metrics):

@@ -23,9 +23,6 @@ class Readback:
 
     Their copy is queued at once.  So it is not changed by what is done to the tensor afterwards,
     and reading waits for the copy alone, not for what is queued behind it.
-
-    Args:
-        numbers: tensor.
     """
 
     def __init__(self, numbers):
@@ -47,11 +44,7 @@ class Readback:
 
 
 class Moment:
-    """Mark the moment at which a device comes to what is queued now.
-
-    Args:
-        device: torch.device.
-    """
+    """Mark the moment at which a device comes to what is queued now."""
 
     def __init__(self, device):
         self.event = None
@@ -74,9 +67,6 @@ class Uploads:
     """Copy batches to a device on a stream of their own, beside what the device computes.
 
     A copy from pinned memory that is queued behind a step would wait for the step's end.
-
-    Args:
-        device: torch.device.
     """
 
     def __init__(self, device):

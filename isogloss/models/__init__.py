@@ -1,1 +1,1 @@
-"""Models as they are loaded: weights, adapters, attention, activations."""
+"""Models as they are loaded: weights, adapters, activations, compiler."""

@@ -13,6 +13,8 @@ from isogloss.flags.model_names import read_model_name
 from isogloss.models.adapters import adapter_of, add_adapter, load_adapter, merge_into
 from isogloss.projection_tools.tokenizers import reading
 
+# As transformers names them; "auto" is what it takes by itself: sdpa, else eager.
+ATTENTIONS = "auto", "sdpa", "flash_attention_2", "eager"
 # Heads of models that read a text from both sides.
 TWO_SIDED = "ForMaskedLM", "ForPreTraining"
 # Masks and constants that earlier versions of transformers wrote beside the weights.
@@ -76,6 +78,11 @@ def check_language_model(role, path, config):
         raise ValueError(
             f"--{role} {path}: transformers has no causal language model of type "
             f"{config.model_type}; expected one that AutoModelForCausalLM loads")
+
+
+def attention_options(attention):
+    """Return the keyword arguments by which transformers takes one of ATTENTIONS."""
+    return {} if attention == "auto" else {"attn_implementation": attention}
 
 
 def load_model(role, path, trust_remote_code=False, adapter=None, **options):
@@ -180,7 +187,7 @@ def check_weights(role, path, trust_remote_code=False, adapter=None, *, attentio
 
     Args:
         adapter: peft's config of the adapter by which a student is trained, or None.
-        attention: one of `attention.ATTENTIONS`, which the model has to have.
+        attention: one of ATTENTIONS, which the model has to have.
     Raises:
         ValueError: see `load_model`, `adapters.add_adapter`, `check_attention`.
     """
@@ -214,11 +221,7 @@ def check_random(path, trust_remote_code=False, attention="auto"):
 
 
 def check_attention(role, path, model, attention):
-    """Raise a ValueError for a model that does not have an attention.
-
-    Args:
-        attention: one of `attention.ATTENTIONS`.
-    """
+    """Raise a ValueError for a model that does not have an attention, one of ATTENTIONS."""
     has = {"sdpa": model._supports_sdpa, "flash_attention_2": model._supports_flash_attn}
     if not has.get(attention, True):
         raise ValueError(f"--attention {attention}: {type(model).__name__} of --{role} {path} does "

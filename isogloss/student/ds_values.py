@@ -62,9 +62,6 @@ ONLY_VALUE = {
 def check_values(config, path):
     """Check the kind of every value of a ds_config, "auto" aside.
 
-    Args:
-        config: dict of the file.
-        path: of the file, for errors.
     Raises:
         ValueError: a value of the wrong kind, or a key that is refused.
     """
@@ -85,7 +82,11 @@ def check_values(config, path):
             if key not in known:
                 raise ValueError(f"--ds_config {path}: unknown key {section}.{key}; expected "
                                  f"{', '.join(sorted(known))}")
-    _check_enabled(config, path)
+    for section in SECTIONS:  # DeepSpeed would take any value for true
+        enabled = config.get(section, {}).get("enabled", True)
+        if not isinstance(enabled, bool) and enabled != "auto":
+            raise ValueError(f"--ds_config {path}: {section}.enabled is {enabled!r}, expected "
+                             "true or false")
     _check_number(config, "gradient_clipping", path, low=0)
     _check_number(config, "gradient_predivide_factor", path, low=1e-6)
     _check_number(config, "steps_per_print", path, low=1)
@@ -93,7 +94,10 @@ def check_values(config, path):
         value = _value_of(config, name)
         if isinstance(value, (int, float)) and value > high:
             raise ValueError(f"--ds_config {path}: {name} is {value}, expected {high} or less")
-    _check_stage(config, path)
+    stage = config.get("zero_optimization", {}).get("stage", 0)
+    if type(stage) is not int or stage not in range(4):  # in Python True is an int
+        raise ValueError(f"--ds_config {path}: zero_optimization.stage is {stage!r}, expected 0, "
+                         "1, 2 or 3")
     _check_refused(config, path)
 
 
@@ -122,15 +126,6 @@ def _is_number_or_truth(text):
     return True
 
 
-def _check_enabled(config, path):
-    """Check the switch inside a section; DeepSpeed would take any value for true."""
-    for section in SECTIONS:
-        enabled = config.get(section, {}).get("enabled", True)
-        if not isinstance(enabled, bool) and enabled != "auto":
-            raise ValueError(f"--ds_config {path}: {section}.enabled is {enabled!r}, expected "
-                             "true or false")
-
-
 def _check_number(config, key, path, low):
     value = config.get(key, low)
     if value == "auto":  # refused where autos are filled, with what may be one
@@ -139,13 +134,6 @@ def _check_number(config, key, path, low):
     if not is_number or value < low:
         raise ValueError(f"--ds_config {path}: {key} is {value!r}, expected a number of {low} or "
                          "more")
-
-
-def _check_stage(config, path):
-    stage = config.get("zero_optimization", {}).get("stage", 0)
-    if type(stage) is not int or stage not in range(4):  # in Python True is an int
-        raise ValueError(f"--ds_config {path}: zero_optimization.stage is {stage!r}, expected 0, "
-                         "1, 2 or 3")
 
 
 def _check_refused(config, path):

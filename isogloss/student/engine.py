@@ -17,8 +17,7 @@ from transformers.integrations.deepspeed import (
 
 from isogloss.models.activations import offload_activations, tile_mlps
 from isogloss.models.adapters import adapter_of, add_adapter, describe_adapter, student_adapter
-from isogloss.models.attention import attention_options
-from isogloss.models.pretrained import load_model, random_model
+from isogloss.models.pretrained import attention_options, load_model, random_model
 from isogloss.student.ds_engine import start_deepspeed
 from isogloss.student.finite import (
     gradient_norm,
@@ -57,7 +56,6 @@ class StudentWithLoss(nn.Module):
         """Run the model on a StudentBatch.
 
         Args:
-            batch: StudentBatch.
             terms: None, or what to make of the logits: `objective.LossTerms`, which gives
                 (loss, sums), `evaluate.EvaluationTerms` or `checks.HeadTest`.
         Returns:
@@ -269,7 +267,7 @@ def load_student(cfg, ds_config, attention="auto"):
     """Load the student in float32 (DeepSpeed casts it); under ZeRO-3 each rank loads its shard.
 
     Args:
-        attention: one of `attention.ATTENTIONS`, or the name of one registered beside these.
+        attention: one of `pretrained.ATTENTIONS`, or the name of one registered beside these.
     Raises:
         ValueError: see `pretrained.load_model`.
     """

@@ -91,7 +91,6 @@ class BadSteps:
         The losses are read if it was skipped; the host then waits for the device.
 
         Args:
-            engine: DeepSpeed engine.
             sums: `transfers.Readback` of the global [cross-entropy, distillation loss, ...] of
                 every teacher, nats.
             teachers: their names.

@@ -183,7 +183,7 @@ class StageClock:
     """Measure how long this stage computes in a step; waiting for its neighbors does not count.
 
     Attributes:
-        seconds: of forward and backward passes since the last `reset`.
+        seconds: of forward and backward passes since it was set to 0.
     """
 
     TIMED = schedule.ForwardPass, schedule.BackwardPass
@@ -202,9 +202,6 @@ class StageClock:
             self.seconds += time.perf_counter() - begin
 
         return execute_and_measure
-
-    def reset(self):
-        self.seconds = 0.0
 
 
 class PipelineRunner:
@@ -229,7 +226,7 @@ class PipelineRunner:
     def train(self, micro_batches, terms):
         module = self.engine.module
         self._begin(terms)
-        self.clock.reset()
+        self.clock.seconds = 0.0
         begin = time.perf_counter()
         self.engine.train_batch(inputs_of(batch.student for batch in micro_batches))
         self.step_seconds = time.perf_counter() - begin

@@ -15,7 +15,6 @@ number of chunks that a shard boundary cuts, not with the length of the sequence
 Ulysses: arXiv:2309.14509.  Tests: tests/test_sequence.py.
 """
 
-
 import torch
 import torch.nn.functional as F
 
@@ -67,12 +66,7 @@ def check_sequence_layout(size, num_ranks, config):
 
 
 def register_attention(config, sequence_group):
-    """Register `ATTENTION` with transformers: attention over the sequences of the group.
-
-    Args:
-        config: of the student, for text.
-        sequence_group: SequenceGroup.
-    """
+    """Register `ATTENTION` with transformers: attention over the sequences of a SequenceGroup."""
     # Imported here, because data workers import this module and need neither of these.
     from deepspeed.runtime.sequence_parallel.ulysses_sp import UlyssesSPAttentionHF
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS

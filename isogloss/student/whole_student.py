@@ -124,7 +124,6 @@ def refresh_from_stages(copies, engine):
 
     Args:
         copies: {name: tensor} of the whole model, on every rank.
-        engine: PipelineEngine.
     """
     grid = engine.grid
     own = dict(engine.module.model.named_parameters())

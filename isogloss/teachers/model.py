@@ -29,10 +29,10 @@ from transformers.integrations.deepspeed import HfDeepSpeedConfig, unset_hf_deep
 from isogloss.flags.model_names import read_model_name
 from isogloss.job import ipc
 from isogloss.job.layout import Replica, node_size, teacher_groups
-from isogloss.job.rendezvous import broadcast_value
-from isogloss.models.attention import attention_options
+from isogloss.job.rendezvous import values_of_ranks
 from isogloss.models.compiler import missing_compiler
 from isogloss.models.pretrained import (
+    attention_options,
     check_language_model,
     check_weights,
     load_config,
@@ -796,7 +796,7 @@ def _once_per_node(load, device):
     if dist.get_rank() == node.ranks[0]:
         for tensor in load():
             handles.append(None if tensor is None else ipc.publish(tensor).to_plain())
-    handles = broadcast_value(handles, node.ranks[0], node.group)
+    handles = values_of_ranks(handles, node.group)[0]
     tensors = []
     for handle in handles:
         tensors.append(None if handle is None else ipc.attach(ipc.Handle.from_plain(handle)))
