@@ -31,7 +31,7 @@ from isogloss.align import (
     main,
     view,
 )
-from tokens import segmented, table_of
+from tokens import real, segmented, table_of
 
 NAMES = "llama3", "llama2", "qwen2", "gpt2", "t5", "deepseek_coder", "mistral_v7", "tok512"
 LOSSY = {"t5", "tok512"}  # and qwen2, where characters compose
@@ -176,14 +176,6 @@ def check_chunk(alignment, c, raw, ids, places, tables):
 
 def encode(tokenizer, text):
     return tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
-
-
-@lru_cache
-def real(name):
-    from transformers import AutoTokenizer
-
-    tokenizer = AutoTokenizer.from_pretrained(asset("tokenizers", name))
-    return tokenizer, TokenTable.from_tokenizer(tokenizer)
 
 
 @lru_cache
@@ -352,15 +344,10 @@ def random_spelling(raw, ids_of, rng):
 
 def complete_bytes(raw):
     """Return for every byte whether it belongs to a complete UTF-8 character."""
-    complete = [False] * len(raw)
-    for begin in range(len(raw)):
-        for size in range(1, 5):
-            try:
-                character = raw[begin : begin + size].decode()
-            except UnicodeDecodeError:
-                continue
-            if len(character) == 1 and len(character.encode()) == size <= len(raw) - begin:
-                complete[begin : begin + size] = [True] * size
+    complete = []
+    for character in raw.decode(errors="surrogateescape"):  # other bytes become U+DC80 to U+DCFF
+        size = len(character.encode(errors="surrogateescape"))
+        complete += [not "\udc80" <= character <= "\udcff"] * size
     return complete
 
 

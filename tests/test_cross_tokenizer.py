@@ -68,6 +68,15 @@ def random_logits(batch, kd, seed=0, dtype=torch.float64):
     return logits
 
 
+def one_by_one(kd, texts):
+    """Return (sum, count) over texts, each in a batch of its own."""
+    parts = []
+    for text in texts:
+        batch = kd.collate([text])
+        parts.append(kd.sum_and_count(*random_logits(batch, kd), batch))
+    return [sum(part) for part in zip(*parts)]
+
+
 # --- what is aligned ------------------------------------------------------------------------------
 
 
@@ -156,11 +165,7 @@ def test_padding_heads_and_batches_change_nothing(pair, stories, loss, tables):
     gradient = padded[0].grad
     assert gradient.isfinite().all() and gradient.abs().sum() > 0
     assert gradient[..., len(kd.token_tables[0]):].abs().sum() == 0
-    one_by_one = 0
-    for text in texts:
-        single = kd.collate([text])
-        one_by_one += kd.sum_and_count(*random_logits(single, kd), single)[0]
-    torch.testing.assert_close(one_by_one, total)
+    torch.testing.assert_close(one_by_one(kd, texts)[0], total)
 
 
 def test_a_cut_text_is_the_same_alone_and_beside_others(pair, stories):
@@ -170,12 +175,9 @@ def test_a_cut_text_is_the_same_alone_and_beside_others(pair, stories):
     for kd.max_length in (12, 21, 27):
         batch = kd.collate(texts)
         together, count = kd.sum_and_count(*random_logits(batch, kd), batch)
-        alone = []
-        for text in texts:
-            single = kd.collate([text])
-            alone.append(kd.sum_and_count(*random_logits(single, kd), single))
-        torch.testing.assert_close(sum(nats for nats, _ in alone), together)
-        assert sum(terms for _, terms in alone) == count
+        alone, count_alone = one_by_one(kd, texts)
+        torch.testing.assert_close(alone, together)
+        assert count_alone == count
 
 
 def test_nothing_aligned_is_zero_with_a_graph_and_one_warning(pair):

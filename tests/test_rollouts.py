@@ -17,16 +17,15 @@ from isogloss.data.batch_types import Batch, Example, StudentBatch
 from isogloss.data.rollouts import Prompter, Rollout, SkippedPrompt, completed
 from isogloss.data.sample import TextEncoder
 from isogloss.job.counts import Counts
-from isogloss.nodes import Tables
 from isogloss.objective import loss_table
-from isogloss.projection_tools.cells import build_translation
-from isogloss.projection_tools.tokenizers import Pair
 from isogloss.rollout import Completion
 from isogloss.translation import CellColumns, going_on, root_target
 from isogloss.writing import on_policy
 from isogloss.writing.rollout_ratio import RatioSums, rollout_ratio
-from test_batch import indexed, rows_of, sub_tiles_of
+from test_batch import rows_of, sub_tiles_of
 from test_chat import collator
+from test_ends import CHATML
+from tokens import pair_of, translation_of
 
 TEXT = "Once there was a crème brûlée, and 12.50 € on the table."
 
@@ -151,18 +150,10 @@ def test_a_rollout_of_the_tokenizers_ids_is_the_end_of_the_text(encoders, swap):
 
 
 @pytest.fixture(scope="module")
-def pairs(encoders, models):
+def pairs(encoders):
     """{swap: (student's encoder, PairOptions with the translation)}."""
-    found = {}
-    for swap, step in ((False, 1), (True, -1)):
-        student, teacher = encoders[::step]
-        pair = Pair.load(*map(str, models[::step]))
-        found[swap] = student, PairOptions(teacher, translation_of(pair))
-    return found
-
-
-def translation_of(pair):
-    return indexed(Tables, build_translation(pair))
+    return {swap: (sides[0], PairOptions(sides[1], translation_of(sides)))
+            for swap, sides in ((False, encoders), (True, encoders[::-1]))}
 
 
 def root_targets(batch, tables):
@@ -337,8 +328,6 @@ def test_counts_of_rollouts(encoders):
 
 # --- chats ----------------------------------------------------------------------------------------
 
-CHATML = ("{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n"
-          "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}")
 LLAMA = ("{% for m in messages %}[{{ m.role }}] {{ m.content | trim }}<|eot_id|>{% endfor %}"
          "{% if add_generation_prompt %}[assistant] {% endif %}")
 HEADER = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
@@ -387,9 +376,7 @@ def test_the_first_token_of_an_answer_has_one_target_whatever_is_learned_of_the_
     student, teacher = chat_encoders
     for encoder in chat_encoders:
         monkeypatch.setattr(encoder.tokenizer, "chat_template", HEADER)
-    tokenizers = [encoder.tokenizer for encoder in chat_encoders]
-    tables = [encoder.table for encoder in chat_encoders]
-    spelling = translation_of(Pair(("student", "teacher"), tokenizers, tables, ("0", "1")))
+    spelling = translation_of(chat_encoders)
     targets = {}
     for train_on in ("all", "assistant"):
         collator = Collator(student, [PairOptions(teacher, spelling)], train_on, "dp")
@@ -420,9 +407,8 @@ def end_gradients(chat_encoders, loss, rollout, surprise):
         surprise: added to the teacher's logit of its own end of turn where it has to predict that.
     """
     student, teacher = chat_encoders
-    pair = Pair(("student", "teacher"), [encoder.tokenizer for encoder in chat_encoders],
-                [encoder.table for encoder in chat_encoders], ("ends_0", "ends_1"))
-    built = loss_table.build_translated(pair, torch.device("cpu"), loss, {"temperature": 1.0})
+    built = loss_table.build_translated(
+        pair_of(chat_encoders), torch.device("cpu"), loss, {"temperature": 1.0})
     batch = Collator(student, [PairOptions(teacher, built.spelling)])([rollout])
     of_teacher = batch.teachers[0]
     generator = torch.Generator().manual_seed(0)
