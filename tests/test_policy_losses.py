@@ -1,7 +1,4 @@
-"""policy_losses.py: samples of an older student have the expectation of fresh ones.
-
-tests/test_losses.py compares the loss with its definition.
-"""
+"""policy_losses.py: samples of an older student have the expectation of fresh ones."""
 
 import math
 from itertools import product
@@ -72,12 +69,20 @@ def test_the_prefix_ratio_leaves_out_prompt_padding_and_other_samples():
     assert torch.equal(again[0, 7:], ratio[0, 7:]) and again[0, 4] == 0
 
 
-def test_the_prefix_ratio_has_no_gradient_is_finite_and_shows_what_is_no_number():
-    logp = torch.full((1, 4), 5000.0, dtype=F64, requires_grad=True)
-    old_logp = torch.zeros(1, 4, dtype=F64)
-    mask = torch.ones(1, 4, dtype=torch.bool)
-    ratio = policy_losses.prefix_ratio(logp, old_logp, mask, 2.0)
-    assert not ratio.requires_grad and ratio.tolist() == [[1, 2, 2, 2]]
+def test_the_prefix_ratio_is_limited_and_has_no_gradient():
+    step = math.log(1.5)
+    logp = torch.tensor([[step] * 4, [-step] * 4], dtype=F64, requires_grad=True)
+    old_logp = torch.zeros(2, 4, dtype=F64)
+    mask = torch.ones(2, 4, dtype=torch.bool)
+    clamped = policy_losses.prefix_ratio(logp, old_logp, mask, 2.0)
+    up = [1, 1.5, 2, 2]
+    down = [1, 1 / 1.5, 1 / 1.5**2, 1 / 1.5**3]
+    assert not clamped.requires_grad
+    assert torch.allclose(clamped, torch.tensor([up, down], dtype=F64))
+    masked = policy_losses.prefix_ratio(logp, old_logp, mask, 2.0, "mask")
+    assert torch.allclose(masked, torch.tensor([[1, 1.5, 0, 0], [1, 1 / 1.5, 0, 0]], dtype=F64))
+    # a product of e^5000 is clamped, not inf; NaN stays to be seen
+    assert policy_losses.prefix_ratio(logp + 5000, old_logp, mask, 2.0).max() == 2
     logp = logp.detach().clone()
     logp[0, 1] = torch.nan
     for kind in ("clamp", "mask"):

@@ -184,17 +184,6 @@ def test_a_model_that_cannot_write_says_so_in_one_line():
         needs_equal_lengths(Wrong(torch.tensor([2.0, -2.0])), 2)
 
 
-def test_a_completion_ends_at_a_stop_token_or_at_its_limit(model):
-    found = write(model, prompts(40), [STOP], VOCAB, batch_size=16)
-    assert {completion.ended for completion in found} == {True, False}
-    for start, completion in zip(prompts(40), found, strict=True):
-        stops = (completion.ids == STOP).nonzero().flatten().tolist()
-        assert stops == ([len(completion.ids) - 1] if completion.ended else [])
-        if not completion.ended:
-            assert len(completion.ids) == start.max_new_tokens
-        assert completion.ids.max() < VOCAB  # rows of the head beyond the tokenizer are no tokens
-
-
 def test_copies_and_seeds_differ():
     model = Fixed(torch.zeros(500))
     keys = [(0, 1, 0), (0, 1, 1), (0, 2, 0), (1, 1, 0)]

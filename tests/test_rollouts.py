@@ -306,13 +306,6 @@ def test_json_keeps_the_chat_of_a_rollout(encoders):
     assert (read.messages, read.tools) == chat
 
 
-@pytest.mark.parametrize("ended", [False, True])
-def test_a_teacher_reads_an_end_where_the_student_wrote_one(encoders, ended):
-    rollout = rollout_of(encoders[0], TEXT, 5, ended)
-    labels = collator(encoders)([rollout]).teachers[0].labels
-    assert (labels == encoders[1].table.eos).any() == ended
-
-
 def test_counts_of_rollouts(encoders):
     rollout = rollout_of(encoders[0], TEXT, 5)
     data, both = [collator(encoders)(texts).counts.pairs[0] for texts in ([TEXT], [TEXT, rollout])]
