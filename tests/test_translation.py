@@ -334,7 +334,7 @@ def random_logits(toy, seed, spread):
 
 @pytest.mark.parametrize("divergence", [losses.forward_kl, losses.reverse_kl])
 def test_tokens_without_a_cell_are_left_out(divergence):
-    """Also where they hold nearly all of the mass on one side; the oracle drops their columns."""
+    """Also where they hold nearly all of the mass on one side."""
     toy = Toy(CROSSING, COARSE, 1)
     eos = len(CROSSING.vocab) - 1, len(COARSE.vocab) - 1
     for table, token in zip((toy.tables.cell_V, toy.tables.cell_W), eos):
