@@ -44,17 +44,17 @@ def shift(x, fill=-1):
     return torch.cat([x[:, 1:], torch.full_like(x[:, :1], fill)], 1)
 
 
+def where_valid(chunk, is_valid):
+    """Return chunk ids, -1 for those that do not count."""
+    return torch.where((chunk >= 0) & is_valid.gather(1, chunk.clamp(min=0)), chunk, -1)
+
+
 def nemo_rl_chunks(data, exact_only):
     """Return (student, teacher) chunk ids, shifted, of the chunks that count there."""
     counts = data["chunk_valid"] & (data["sample_mask"][:, None] > 0)
     if exact_only:
         counts = counts & data["chunk_exact"]
-    chunks = []
-    for side in ("student", "teacher"):
-        chunk = shift(data[f"{side}_chunk_id"])
-        counts_here = counts.gather(1, chunk.clamp(min=0))
-        chunks.append(torch.where((chunk >= 0) & counts_here, chunk, -1))
-    return chunks
+    return [where_valid(shift(data[f"{side}_chunk_id"]), counts) for side in ("student", "teacher")]
 
 
 def nemo_rl(data, case, x):
@@ -106,11 +106,8 @@ def test_nemo_rl_with_columns_that_no_student_token_reaches():
     cases = 0
     for data in golden("unreachable_columns.pt"):
         teacher = data["teacher_logits"]
-        chunks = []
-        for side in ("student", "teacher"):
-            chunk = data[f"{side}_chunk_id"]
-            is_valid = data["chunk_valid"].gather(1, chunk.clamp(min=0))
-            chunks.append(torch.where((chunk >= 0) & is_valid, chunk, -1))
+        chunks = [where_valid(data[f"{side}_chunk_id"], data["chunk_valid"])
+                  for side in ("student", "teacher")]
         for case in data["cases"]:
             kept = teacher.amax((0, 1)).topk(case["vocab_topk"]).indices.sort().values
             x = leaf(data)
