@@ -10,6 +10,7 @@ from typing import NamedTuple
 import pytest
 import torch
 from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import oracle
 from isogloss.objective.vocab_parallel import on_whole_rows
@@ -74,6 +75,19 @@ class NoWait(TorchFunctionMode):
             index = args[1] if isinstance(args[1], tuple) else (args[1],)
             assert not any(isinstance(part, torch.Tensor) for part in index), (
                 "a number, written where a tensor says, is copied to the device")
+        return function(*args, **(kwargs or {}))
+
+
+class Calls(TorchDispatchMode):
+    """Count the calls of operators of which `is_counted` is true."""
+
+    def __init__(self, is_counted):
+        super().__init__()
+        self.is_counted = is_counted
+        self.count = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.count += self.is_counted(function)
         return function(*args, **(kwargs or {}))
 
 

@@ -4,7 +4,6 @@ A loss of one vocabulary compares the positions of a `LogitsCase`; one of two vo
 ids and tables of a `cases.Case`.
 """
 
-import math
 from collections.abc import Callable
 from functools import partial
 from typing import NamedTuple
@@ -14,7 +13,7 @@ import torch
 
 import oracle
 from cases import F64, Case, Ids, common_of, table_of
-from isogloss import losses, policy_losses
+from isogloss import losses
 from isogloss.nodes import Tables, list_nodes
 from isogloss.spelling import translation_tables
 from isogloss.translation import CellColumns, translated
@@ -86,11 +85,6 @@ class LogitsCase:
     def problem(self, compute, definition):
         return Problem(self.x, self.y, (self.mask, self.mask), compute, definition)
 
-    def logp(self, x, samples=slice(None)):
-        """Return the student's log-probabilities of the next tokens."""
-        logp = losses.at_least_float32(x.detach()).log_softmax(-1)
-        return logp.gather(-1, self.next[samples][..., None]).squeeze(-1)
-
 
 def divergence_problem(name, selection, parameters, seed, tau=1.0, samples=2, equal=True):
     case = LogitsCase(seed, samples)
@@ -124,36 +118,6 @@ def cross_entropy_problem(seed, tau=1.0, samples=2, equal=True):
 
     problem = case.problem(compute, lambda: oracle.cross_entropy(case.x, labels))
     return problem._replace(reads=(case.mask, torch.zeros_like(case.mask)))
-
-
-def policy_problem(kind, seed, tau=1.0, samples=2, equal=True):
-    """Positions of samples of an older student, weighted by what precedes them."""
-    case = LogitsCase(seed, samples)
-    logp = case.logp(case.x)
-    old_logp = logp - torch.randn(logp.shape, dtype=F64)
-
-    def compute(x, y, samples, **options):
-        weight_BS = options.pop("weight_BS", torch.ones(x.shape[:2], dtype=F64))
-        ratio_BS = policy_losses.prefix_ratio(
-            case.logp(x, samples), old_logp[samples], case.mask[samples], 2.0, kind)
-        reverse_kl = partial(losses.reverse_kl, x, y, case.mask[samples], top_k=3,
-                             support="student", temperature=tau, **options)
-        value, _ = reverse_kl(weight_BS=weight_BS * ratio_BS)
-        _, count = reverse_kl(weight_BS=weight_BS)
-        return value, count
-
-    def definition():
-        terms = []
-        for b, t, term in oracle.positions(
-                "reverse_kl", case.x, case.y, case.mask, tau, top_k=3, support="student"):
-            before = case.mask[b, :t]
-            ratio = math.exp((logp[b, :t] - old_logp[b, :t])[before].sum())
-            if kind == "mask" and not 0.5 <= ratio <= 2:
-                ratio = 0.0
-            terms.append(min(ratio, 2.0) * term)
-        return summed(terms)
-
-    return case.problem(compute, definition)
 
 
 # --- two vocabularies -----------------------------------------------------------------------------
@@ -330,8 +294,6 @@ def chunk_problem(name, seed, tau=1.0, **shape):
 
 PROBLEMS = {
     "cross_entropy": cross_entropy_problem,
-    "policy, clamp": partial(policy_problem, "clamp"),
-    "policy, mask": partial(policy_problem, "mask"),
     "generalized_jsd, beta 0": partial(divergence_problem, "generalized_jsd", {}, {"beta": 0}),
     "generalized_jsd, beta 1": partial(divergence_problem, "generalized_jsd", {}, {"beta": 1}),
 }

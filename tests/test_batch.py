@@ -6,32 +6,27 @@ import math
 from dataclasses import replace
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 
+from isogloss import demo
+from isogloss.align import TokenTable
 from isogloss.data.batch import Collator, PairOptions, pack_rows
 from isogloss.data.batch_types import Example
 from isogloss.data.sample import TextEncoder
 from isogloss.job.counts import Counts, PairCounts
 from isogloss.job.sequence_group import document_spans
 from isogloss.losses import find_chunks
-from isogloss.nodes import Tables
-from isogloss.objective.loss_table import as_index
 from isogloss.objective.objective import weigh_samples
-from isogloss.projection_tools.cells import build_translation
-from isogloss.projection_tools.tokenizers import Pair
 from isogloss.targets import SCORE_KINDS, sample_scores, weigh_by_confidence
 from isogloss.tiles import StoredLogits
 from isogloss.translation import translated
 from test_chat import CHAT, collator, with_templates
-from test_sample import at_most, chunk_sides, lower_casing, sample_of, spelled
+from test_sample import at_most, lower_casing, sample_of, spelled
+from tokens import translation_of
 
 STUDENT_FIELDS = "ids", "labels", "num_bytes"
-
-
-def indexed(kind, fields):
-    """Return tables with their indices as torch takes them."""
-    return kind(*[as_index(fields[name]) for name in kind._fields])
 
 
 def rows_of(teacher, rows_NTW, sample_ids=(0,)):
@@ -50,12 +45,6 @@ def sub_tiles_of(teacher, rows_TW):
                 block = rows_TW[sub_tile.teacher_positions]
             positions = tile.student_positions[sub_tile.student_slice]
             yield positions, sub_tile, block[sub_tile.teacher_slice]
-
-
-@pytest.fixture(scope="module")
-def spelling(tokenizers, tables):
-    """Return the tables of a translation for these tokenizers."""
-    return indexed(Tables, build_translation(Pair.of(*tokenizers, tables=tables)))
 
 
 def same(first, second, names):
@@ -311,9 +300,10 @@ def test_counts_survive_their_vector_and_add_up(encoders, texts):
 
 @pytest.mark.parametrize("loss", [None, "chunks", "piece_kl"])
 def test_tiles_hold_every_label_and_every_term_once_whatever_their_size(
-        encoders, texts, spelling, loss):
+        encoders, texts, loss):
     student, teacher = encoders
-    pairs = [PairOptions(teacher, spelling if loss == "piece_kl" else None)] if loss else []
+    spelling = translation_of(encoders) if loss == "piece_kl" else None
+    pairs = [PairOptions(teacher, spelling)] if loss else []
     whole = Collator(student, pairs)(texts[:5])
     for pack, tile_mib in ((False, math.inf), (False, 0.25), (True, math.inf), (True, 0.25)):
         batch = Collator(student, pairs, pack=pack, tile_mib=tile_mib)(texts[:5])
@@ -372,8 +362,7 @@ def test_counts_are_those_of_the_tensors(encoders, texts):
 
 def test_tokens_outside_of_their_cell_are_counted(encoders, texts):
     """At the first token of a chunk: the cell of the student's token, and that of the teacher's."""
-    pair = Pair.of(*[one.tokenizer for one in encoders], tables=[one.table for one in encoders])
-    tables = indexed(Tables, build_translation(pair))
+    tables = translation_of(encoders)
     tables.cell_W[::7] = 0
     batch = Collator(encoders[0], [PairOptions(encoders[1], tables)])(texts[:20])
     chunks = find_chunks(batch.teachers[0].student_chunk, batch.teachers[0].teacher_chunk)
@@ -417,17 +406,35 @@ def test_samples_that_are_cut_before_their_first_label_are_counted(encoders, tex
 # --- aligners -------------------------------------------------------------------------------------
 
 
-def test_batches_hold_the_chunks_of_the_aligner(encoders, texts):
-    """What they are is in tests/test_sample.py."""
-    differ = 0
-    for text in texts[:8]:
-        [teacher] = collator(encoders, aligner="dp")([text]).teachers
-        by_bytes, by_path = (sample_of(text, encoders[0], encoders[1:], aligner).pairs[0]
+def chunk_sides(teacher):
+    """Return the chunks of a batch of one as {(student positions, teacher positions)}."""
+    sides = set()
+    for number in set(teacher.student_chunk.flatten().tolist()) - {-1}:
+        positions = [(chunk[0] == number).nonzero().flatten().tolist()
+                     for chunk in (teacher.student_chunk, teacher.teacher_chunk)]
+        sides.add(tuple(map(tuple, positions)))
+    return sides
+
+
+def test_dynamic_programming_gives_the_chunks_of_bytes_where_both_apply(encoders, texts):
+    """On texts whose every chunk is a move of the path: one token with one to four others."""
+    tokenizer = demo.unigram(texts, 450)
+    teacher = TextEncoder(tokenizer, TokenTable.from_tokenizer(tokenizer), 400)
+    compared = 0
+    for text in texts[:60]:
+        words = " ".join(text.split()[:6])
+        alignment = sample_of(words, encoders[0], [teacher]).pairs[0].alignment
+        sizes = np.stack([alignment.student_tokens, alignment.teacher_tokens])
+        if (sizes.min(0) > 1).any() or sizes.max() > 4:
+            continue
+        by_bytes, by_path = (collator((encoders[0], teacher), aligner=aligner)([words])
                              for aligner in ("bytes", "dp"))
-        sides = chunk_sides(teacher.student_chunk[0], teacher.teacher_chunk[0])
-        assert sides == chunk_sides(by_path.student_chunk, by_path.teacher_chunk)
-        differ += sides != chunk_sides(by_bytes.student_chunk, by_bytes.teacher_chunk)
-    assert differ
+        assert chunk_sides(by_path.teachers[0]) == chunk_sides(by_bytes.teachers[0]), words
+        # `align_dp` counts what the student spells, a space before the text included
+        aligned_bytes = by_bytes.counts.pairs[0].aligned_bytes
+        assert by_path.counts.pairs[0].aligned_bytes == aligned_bytes + 1
+        compared += 1
+    assert compared > 10
 
 
 # --- sequence shards ------------------------------------------------------------------------------
@@ -444,7 +451,8 @@ def shards_of(encoders, samples, size, spelling=None, teachers=1, **options):
 
 @pytest.mark.parametrize("pack", [False, True])
 @pytest.mark.parametrize("size", [2, 3])
-def test_shards_side_by_side_are_the_whole_batch(encoders, texts, spelling, pack, size):
+def test_shards_side_by_side_are_the_whole_batch(encoders, texts, pack, size):
+    spelling = translation_of(encoders)
     for tables, teachers, tile_mib in ((None, 1, math.inf), (spelling, 2, 0.25), (None, 0, 0.25)):
         options = dict(spelling=tables, teachers=teachers, pack=pack, tile_mib=tile_mib)
         [whole] = shards_of(encoders, texts[:4], 1, **options)
@@ -474,6 +482,8 @@ def test_shards_side_by_side_are_the_whole_batch(encoders, texts, spelling, pack
             kept = [shard.teachers[number].teacher_chunk for shard in shards]
             assert torch.equal(sum((chunk >= 0).int() for chunk in kept),
                                (of_whole.teacher_chunk >= 0).int())
+
+
 @pytest.mark.parametrize("pack", [False, True])
 def test_shards_know_the_samples_of_their_positions_and_of_the_halo(encoders, texts, pack):
     """The halo are the positions beyond a shard, each of which one rank holds."""
@@ -504,13 +514,6 @@ def test_shards_know_the_samples_of_their_positions_and_of_the_halo(encoders, te
 # --- the loss of cut texts ------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def translation(tokenizers, tables):
-    """Return the tables of a divergence between these tokenizers."""
-    pair = Pair.of(*tokenizers[::-1], tables=tables[::-1])  # the student's tokens are longer
-    return indexed(Tables, build_translation(pair))
-
-
 def translated_of(batches, tables, student_VV, teacher_NTW):
     """Return (sum over batches, its gradient by student_VV, terms).
 
@@ -533,14 +536,16 @@ def translated_of(batches, tables, student_VV, teacher_NTW):
     return total.detach(), student_VV.grad, count
 
 
-@pytest.mark.parametrize("limit", [9, 16, 400])
-def test_the_loss_of_a_cut_text_is_the_same_in_every_layout(encoders, texts, translation, limit):
+@pytest.mark.parametrize(("limit", "step"), [(9, -1), (16, 1), (400, -1), (400, 1)])
+def test_the_loss_of_a_cut_text_is_the_same_in_every_layout(encoders, texts, limit, step):
     """Micro-batches of any size and order, packed or not, in shards, tiles, beside empty samples.
 
     Nothing asks the teacher behind the end of a text, where there is padding in some layouts and
     no row in others.
     """
-    encoders = at_most(encoders[1], limit), encoders[0]
+    encoders = encoders[::step]  # -1: the student's tokens are longer
+    translation = translation_of(encoders)
+    encoders[0] = at_most(encoders[0], limit)
     samples = [texts[0], texts[1][:30], texts[2], "", None, texts[4]]
     generator = torch.Generator().manual_seed(0)
     V, W = len(translation.cell_V), len(translation.cell_W)

@@ -111,24 +111,18 @@ def test_a_chat_that_holds_one_is_refused_and_what_the_student_writes_is_not(fol
         assert pair_rollout(rollout, student, encoders).skipped
 
 
-RUNS = {
-    "piece_kl": ("--student={folder}/{prefix}student --teacher={folder}/{prefix}teacher "
-                 "--eval_rows=4"),
-    "projection_kl": ("--student={folder}/{prefix}student --teacher={folder}/{prefix}teacher "
-                      "--loss=projection_kl"),
-    "on-policy": ("--student={folder}/{prefix}student --teacher={folder}/{prefix}teacher "
-                  "--on_policy=0.5 --rollout_tokens=6"),
-    "equal tokenizers": "--student={folder}/{prefix}student --teacher={folder}/{equal}",
-}
+RUNS = {"piece_kl": ["--eval_rows=4"], "projection_kl": ["--loss=projection_kl"],
+        "on-policy": ["--on_policy=0.5", "--rollout_tokens=6"], "equal_tokenizers": []}
 
 
 def run_all(folder, base):
     commands = []
     for name, flags in RUNS.items():
         for prefix, equal in (("", "equal"), ("plain_", "plain_student")):
-            flags_of_run = flags.format(folder=folder, prefix=prefix, equal=equal)
-            commands.append([*base, *flags_of_run.split(),
-                             f"--output_dir={folder}/{prefix}{name.replace(' ', '_')}"])
+            teacher = equal if name == "equal_tokenizers" else f"{prefix}teacher"
+            commands.append([*base, *flags, f"--student={folder}/{prefix}student",
+                             f"--teacher={folder}/{teacher}",
+                             f"--output_dir={folder}/{prefix}{name}"])
     codes = run_distill(commands)
     # the last one: what ends all ranks in the middle of a run is known to the whole group
     flags = f"--student={folder}/plain_student --teacher={folder}/teacher"
@@ -143,7 +137,6 @@ def test_a_run_learns_what_it_would_without_them(folder):
     [(codes, refused)] = ranks.run(1, run_all, folder, base)
     assert codes == [0] * (2 * len(RUNS))
     for name in RUNS:
-        name = name.replace(" ", "_")
         losses = losses_of(folder / name, -1)
         plain = losses_of(folder / f"plain_{name}", -1)
         assert len(losses) >= 2

@@ -9,14 +9,11 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from cases import Calls
 from isogloss.data.batch import Collator, PairOptions
-from isogloss.data.sample import TextEncoder
 from isogloss.job.columns import Columns, moved_to_device, pack, to_device
-from isogloss.projection_tools.tokenizers import Pair
-from test_batch import spelling  # noqa: F401  a fixture
-from test_rollouts import translation_of
+from tokens import translation_of
 
 
 class Range(NamedTuple):
@@ -122,12 +119,11 @@ def test_a_value_comes_back(name):
     assert_same(VALUES[name], received.value(buffer.clone()))
 
 
-@pytest.mark.parametrize("kind", ["chunks", "events", "nodes", "text", "shards"])
+@pytest.mark.parametrize("kind", ["chunks", "nodes", "text", "shards"])
 @pytest.mark.parametrize("pack_rows", [False, True])
-def test_a_batch_is_few_tensors(kind, pack_rows, tokenizers, tables, texts, spelling):  # noqa: F811
-    encoders = [TextEncoder(*pair, 400) for pair in zip(tokenizers, tables)]
-    terms = {"events": spelling, "nodes": translation_of(Pair.of(*tokenizers, tables=tables))}
-    pairs = [PairOptions(encoders[1], terms.get(kind))]
+def test_a_batch_is_few_tensors(kind, pack_rows, encoders, texts):
+    spelling = translation_of(encoders) if kind == "nodes" else None
+    pairs = [PairOptions(encoders[1], spelling)]
     options = {"sequence_size": 2, "sequence_rank": 1} if kind == "shards" else {}
     collator = Collator(encoders[0], [] if kind == "text" else pairs, pack=pack_rows,
                         tile_mib=0.2, **options)
@@ -153,21 +149,14 @@ def test_no_record_exists_before_it_is_read():
     assert num_plans() == before
 
 
-class Copies(TorchDispatchMode):
-    """Count copies to another device."""
-
-    def __init__(self):
-        super().__init__()
-        self.count = 0
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        self.count += function is torch.ops.aten._to_copy.default
-        return function(*args, **(kwargs or {}))
+def is_copy(function):
+    """Tell whether an operator copies to another device."""
+    return function is torch.ops.aten._to_copy.default
 
 
 def test_one_copy_moves_a_buffer_with_all_views():
     packed, buffer = pack(Anything(TENSORS, Columns.of(PLANS)))
-    with Copies() as copies:
+    with Calls(is_copy) as copies:
         moved, storages = moved_to_device(packed.value(buffer), "meta")
     assert copies.count == len(storages) == 1
     for before, tensor in zip(TENSORS, moved.first):
@@ -180,7 +169,7 @@ def test_tensors_that_share_memory_move_once():
     """In a batch of this process they are slices of the tensors of a whole tile."""
     whole = torch.arange(24).view(4, 6)
     views = [whole[:2], whole.T[1:3], whole.flatten()[5:5], whole[3]]
-    with Copies() as copies:
+    with Calls(is_copy) as copies:
         moved, storages = moved_to_device([views, torch.zeros(3)], "meta")
     assert copies.count == len(storages) == 2
     used, known = ({tensor.untyped_storage()._cdata for tensor in tensors}

@@ -3,7 +3,6 @@
 tests/golden/README.md describes the outputs, which are at fixed commits.
 """
 
-import math
 
 import numpy as np
 import pytest
@@ -45,17 +44,17 @@ def shift(x, fill=-1):
     return torch.cat([x[:, 1:], torch.full_like(x[:, :1], fill)], 1)
 
 
+def where_valid(chunk, is_valid):
+    """Return chunk ids, -1 for those that do not count."""
+    return torch.where((chunk >= 0) & is_valid.gather(1, chunk.clamp(min=0)), chunk, -1)
+
+
 def nemo_rl_chunks(data, exact_only):
     """Return (student, teacher) chunk ids, shifted, of the chunks that count there."""
     counts = data["chunk_valid"] & (data["sample_mask"][:, None] > 0)
     if exact_only:
         counts = counts & data["chunk_exact"]
-    chunks = []
-    for side in ("student", "teacher"):
-        chunk = shift(data[f"{side}_chunk_id"])
-        counts_here = counts.gather(1, chunk.clamp(min=0))
-        chunks.append(torch.where((chunk >= 0) & counts_here, chunk, -1))
-    return chunks
+    return [where_valid(shift(data[f"{side}_chunk_id"]), counts) for side in ("student", "teacher")]
 
 
 def nemo_rl(data, case, x):
@@ -107,11 +106,8 @@ def test_nemo_rl_with_columns_that_no_student_token_reaches():
     cases = 0
     for data in golden("unreachable_columns.pt"):
         teacher = data["teacher_logits"]
-        chunks = []
-        for side in ("student", "teacher"):
-            chunk = data[f"{side}_chunk_id"]
-            is_valid = data["chunk_valid"].gather(1, chunk.clamp(min=0))
-            chunks.append(torch.where((chunk >= 0) & is_valid, chunk, -1))
+        chunks = [where_valid(data[f"{side}_chunk_id"], data["chunk_valid"])
+                  for side in ("student", "teacher")]
         for case in data["cases"]:
             kept = teacher.amax((0, 1)).topk(case["vocab_topk"]).indices.sort().values
             x = leaf(data)
@@ -272,13 +268,12 @@ class Translated:
             weight_BS=case["weight"], text_weight=text_weight, **parameters)
         return value.detach(), torch.autograd.grad(value, x)[0], count
 
-    def by_definition(self, tau, text_weight=0.0, **as_it_was):
+    def by_definition(self, tau, text_weight):
         """Return the same from the oracle."""
         case = self.case
         x = case["student_logits"].clone().requires_grad_()
         weight = case["weight"]
-        definition = self.definition[: 4 if as_it_was else None]
-        terms = oracle.Translation(*definition, **as_it_was).terms(
+        terms = oracle.Translation(*self.definition).terms(
             x, case["teacher_logits"], *[case[name] for name in IDS], case["divergence"], tau,
             case["beta"], text_weight)
         weights = [1.0 if weight is None else weight[b, t] for b, t, _, _ in terms]
@@ -301,18 +296,12 @@ def equal(result, expected, precision=1e-8):
 def test_translated_divergences_of_a_brute_force():
     """Its definition has other zeros, more cells and choices, and mixes otherwise.
 
-    See golden/README.md.
-
-    Where neither matters, its numbers are ours; elsewhere they tie the oracle, which has both.
+    Where neither matters, its numbers are ours, see golden/README.md; the oracle has today's.
     """
-    as_it_was = dict(log_zero=math.log(2.0**-1022), soften_tokens=True, normalize_first=True,
-                     separate_cells=True)
     num_equal = 0
     for number, case in enumerate(golden("translation.pt")):
         both = Translated(case)
-        expected = case["value"], case["gradient"]
-        assert equal(both.by_definition(1.0, **as_it_was)[:2], expected), number
-        num_equal += equal(both.ours(1.0)[:2], expected)
+        num_equal += equal(both.ours(1.0)[:2], (case["value"], case["gradient"]))
         # a temperature softens what is compared
         for tau in (1.0, (2.0, 0.7)[number % 2]):
             text_weight = 0.0 if tau == 1 else 1.5

@@ -12,8 +12,8 @@ from isogloss import losses
 from isogloss.config import Config
 from isogloss.objective.loss_table import build_loss
 from isogloss.projection_tools.build import cached_projection
-from isogloss.projection_tools.tokenizers import Pair
 from isogloss.tile_plan import SubTile
+from tokens import pair_of
 
 GOOD = dict(student="s", teacher="t", data="d", loss="hybrid_uld", temperature=1.5)
 # chunks of one token and of two on either side, a position outside of chunks
@@ -38,9 +38,7 @@ def test_it_is_what_it_is_defined_to_be(encoders, matched_weight):
     x, y = [2 * torch.randn(5, size, dtype=torch.float64) for size in sizes]
     x.requires_grad_()
     value = loss.loss_fn(x, y, sub_tile)
-    tables = [side.table for side in encoders]
-    pair = Pair.of(*[side.tokenizer for side in encoders], ("s", "t"), tables)
-    projection = cached_projection(pair)
+    projection = cached_projection(pair_of(encoders))
     common = losses.common_tokens(projection["indices"], projection["likelihoods"])
     ids = [side[None] for side in sub_tile[2:6]]
     terms = oracle.hybrid_uld(

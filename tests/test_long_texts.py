@@ -8,15 +8,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 from tokenizers import Regex, normalizers, pre_tokenizers
-from transformers import AutoTokenizer
 
-from conftest import asset
-from isogloss.align import TokenTable
 from isogloss.data import long_texts
 from isogloss.data.batch import Collator, PairOptions
 from isogloss.data.long_texts import BOUNDARY, leave_out_tail, splits_at_spaces
 from isogloss.data.order import Example
 from isogloss.data.sample import TextEncoder
+from tokens import real
 
 TOKENIZERS = ("deepseek_coder", "gpt2", "llama2", "llama3", "mistral_v7", "qwen2", "t5", "tok512")
 ODD_PIECES = (
@@ -27,10 +25,6 @@ ODD_PIECES = (
     "n\u00a0b\u2003s\u200bz ", "print(  x )  # \u00fcber ", "\u0130 \u01c5 z ",
 )
 PLAIN = "The caf\u00e9 is in \u65e5\u672c, \u00fcber 20 \U0001f30b volcanoes long. "
-
-
-def load(name):
-    return AutoTokenizer.from_pretrained(asset("tokenizers", name))
 
 
 def odd_text(seed, num_pieces=400):
@@ -46,7 +40,7 @@ def odd_text(seed, num_pieces=400):
 
 @pytest.mark.parametrize("name", TOKENIZERS)
 def test_tokens_before_a_boundary_do_not_depend_on_the_rest(name):
-    tokenizer = load(name)
+    tokenizer, _ = real(name)
     assert splits_at_spaces(tokenizer)
 
     def encode(text):
@@ -85,11 +79,7 @@ def check_same(text, encoders, monkeypatch):
 
 
 def encoders_of(*names):
-    encoders = []
-    for name in names:
-        tokenizer = load(name)
-        encoders.append(TextEncoder(tokenizer, TokenTable.from_tokenizer(tokenizer), 4096))
-    return encoders
+    return [TextEncoder(*real(name), 4096) for name in names]
 
 
 @pytest.fixture

@@ -5,7 +5,6 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-import oracle
 import ranks
 from cases import (
     F64,
@@ -49,17 +48,6 @@ def test_equals_its_definition(name, tau):
         assert abs(value - expected) <= 1e-12 * expected.abs().clamp(min=1e-3)
         if seed < 4:
             assert close(gradient(value, problem.x), gradient(expected, problem.x), 1e-11), seed
-
-
-def test_the_texts_have_chunks_of_every_shape():
-    """Which makes the equality above one of all terms."""
-    shapes = set()
-    for seed in range(4):
-        case = Case(seed)
-        chunks = oracle.chunks(*case.ids[2:])
-        sizes = [(len(positions_S), len(positions_T)) for _, positions_S, positions_T in chunks]
-        shapes.update((min(n, 2), min(m, 2)) for n, m in sizes)
-    assert shapes == {(1, 1), (1, 2), (2, 1), (2, 2)}
 
 
 @of_every_loss
@@ -315,8 +303,6 @@ def test_wrong_input_is_one_line():
         losses.position_divergence("kl", x, x, mask)
     with pytest.raises(ValueError, match="mode='x': expected binary_kl"):
         losses.alm(x, y, *case.ids, mode="x")
-    with pytest.raises(ValueError, match="'token': expected one of clamp, mask"):
-        policy_losses.prefix_ratio(logp, logp, mask, kind="token")
 
 
 # the sides whose tokens the tables of a loss know

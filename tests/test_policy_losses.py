@@ -1,7 +1,4 @@
-"""policy_losses.py: samples of an older student have the expectation of fresh ones.
-
-tests/test_losses.py compares the loss with its definition.
-"""
+"""policy_losses.py: samples of an older student have the expectation of fresh ones."""
 
 import math
 from itertools import product

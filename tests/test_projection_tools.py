@@ -1,7 +1,6 @@
 """projection_tools: bytes explain every weight, every file belongs to its two tokenizers."""
 
 import copy
-import itertools
 import multiprocessing
 import resource
 from itertools import permutations
@@ -9,8 +8,8 @@ from itertools import permutations
 import numpy as np
 import pytest
 import torch
-from transformers import AutoTokenizer
 
+import oracle
 from conftest import asset
 from isogloss.align import fingerprint
 from isogloss.flags.parse import parse_flags
@@ -37,6 +36,7 @@ from isogloss.projection_tools.files import (
 from isogloss.projection_tools.tokenizers import Pair
 from isogloss.spelling import link_special_tokens, spell as spell_tokens
 from test_spell import without_padding
+from tokens import real
 from wrong_input import error_line
 
 
@@ -251,10 +251,8 @@ def test_an_embedding_is_a_mean_of_length_one(models):
 
 
 def real_pair(student, teacher):
-    tokenizers = []
-    for name in (student, teacher):
-        tokenizers.append(AutoTokenizer.from_pretrained(asset("tokenizers", name)))
-    return Pair.of(*tokenizers)
+    tokenizers, tables = zip(real(student), real(teacher))
+    return Pair.of(*tokenizers, (student, teacher), tables)
 
 
 def is_part_of_a_character(raw):
@@ -284,12 +282,8 @@ def test_llama3_and_qwen2():
 
 @pytest.mark.slow
 def test_all_pairs_of_all_families():
-    names = ("gpt2", "t5", "llama2", "tok512")
-    loaded = {name: real_pair(name, name) for name in names}
-    for a, b in permutations(names, 2):
-        # The tables are made once for each tokenizer, not for each pair.
-        tables = (loaded[a].tables[0], loaded[b].tables[0])
-        pair = Pair.of(loaded[a].tokenizers[0], loaded[b].tokenizers[0], (a, b), tables)
+    for a, b in permutations(("gpt2", "t5", "llama2", "tok512"), 2):
+        pair = real_pair(a, b)
         projection = build.build_projection(pair)
         assert_explained(projection, pair)
         indices, likelihoods = projection
@@ -297,8 +291,8 @@ def test_all_pairs_of_all_families():
             reasons = build.empty_row_reasons(pair, indices)
             assert "bytes that the teacher cannot write" not in reasons, (a, b)
         if a != "gpt2" and b == "gpt2":
-            the = tables[0].tokens.index("▁the")
-            assert tables[1].bytes_of(int(indices[the, 0])) == b" the"
+            the = pair.tables[0].tokens.index("▁the")
+            assert pair.tables[1].bytes_of(int(indices[the, 0])) == b" the"
             assert likelihoods[the, 0] == 1
 
 
@@ -317,16 +311,7 @@ def test_the_tables_of_a_translation_are_written(tmp_path, capsys):
             assert torch.equal(written[name], expected[name])
 
 
-def borders(ids, table):
-    """Return the sets of bytes at which the tokens of a text begin and end."""
-    places = [0]
-    for i in ids:
-        places.append(places[-1] + len(table.bytes_of(i)))
-    return places
-
-
 def test_what_a_text_teaches_is_counted_by_its_chunks(tokenizers, tables, texts):
-    """By hand: chunks lie between the bytes at which tokens of both sides begin."""
     for order in ((0, 1), (1, 0)):
         pair = Pair.of(*[tokenizers[side] for side in order], ("a", "b"),
                        tuple(tables[side] for side in order))
@@ -335,15 +320,13 @@ def test_what_a_text_teaches_is_counted_by_its_chunks(tokenizers, tables, texts)
         counts = {"full": 0, "rest": 0, "misplaced": 0}
         ids = [tokenizer(text, add_special_tokens=False)["input_ids"]
                for tokenizer in pair.tokenizers]
-        places = [borders(*side) for side in zip(ids, pair.tables)]
-        # the space that one of them puts before the text is no byte of it
-        shift = [place[-1] - len(text.encode()) for place in places]
-        places = [[max(place - moved, 0) for place in side] for side, moved in zip(places, shift)]
-        shared = sorted(set(places[0]) & set(places[1]))
-        num_chunks = len(shared) - 1
-        for begin, end in itertools.pairwise(shared):
-            first, num = zip(*[(side.index(begin), side.index(end) - side.index(begin))
-                               for side in places])
+        pieces = [[table.bytes_of(i) for i in side] for side, table in zip(ids, pair.tables)]
+        for side in pieces:  # the space that one of them puts before the text is no byte of it
+            side[0] = side[0].lstrip()
+        chunks = oracle.merge(*pieces)
+        num_chunks = chunks[0][-1] + 1
+        for chunk in range(num_chunks):
+            first, num = zip(*[(side.index(chunk), side.count(chunk)) for side in chunks])
             is_many = min(num) > 1
             counts["full"] += 1 if is_many else num[0]
             counts["rest"] += num[0] - 1 if is_many else 0

@@ -2,12 +2,13 @@
 
 from types import SimpleNamespace
 
-import numpy as np
 import pytest
 import torch
 
 from benchmarks import rivals
+from cases import greedy
 from isogloss.losses import find_chunks
+from tokens import table_of
 
 # the text is "ab" "c" for the student, "a" "b" "c" for the teacher
 TOKENS = [b"a", b"b", b"ab", b"ac", b"c", b"</s>"], [b"a", b"b", b"c", b"bc", b"</s>"]
@@ -15,41 +16,15 @@ CUT = [2, 4], [0, 1, 2]
 CHUNK = [0, 1], [0, 0, 1]
 
 
-class Table:
-    """Hold a vocabulary whose last token is its end."""
-
-    def __init__(self, tokens):
-        self.tokens = tokens
-        self.eos = len(tokens) - 1
-        self.special = np.arange(len(tokens)) == self.eos
-        self.lengths = np.array([len(token) for token in tokens])
-
-    def __len__(self):
-        return len(self.tokens)
-
-    def bytes_of(self, i):
-        return self.tokens[i]
-
-    def decode(self, ids):
-        return b"".join(self.tokens[i] for i in ids)
-
-
 def tokenizer_of(tokens):
     """Return a tokenizer that always takes the longest token."""
-    def tokenize(text, add_special_tokens):
-        ids = []
-        data = text.encode()
-        while data:
-            best = max((token for token in tokens[:-1] if data.startswith(token)), key=len)
-            ids.append(tokens.index(best))
-            data = data[len(best) :]
-        return {"input_ids": ids}
-    return tokenize
+    vocab = [token.decode() for token in tokens[:-1]]
+    return lambda text, add_special_tokens: {"input_ids": greedy(text, vocab)}
 
 
 @pytest.fixture
 def pair():
-    return SimpleNamespace(tables=[Table(tokens) for tokens in TOKENS],
+    return SimpleNamespace(tables=[table_of(tokens, eos=len(tokens) - 1) for tokens in TOKENS],
                            tokenizers=[tokenizer_of(tokens) for tokens in TOKENS])
 
 

@@ -23,13 +23,7 @@ STOP = 3
 @pytest.fixture(scope="module")
 def model():
     """A tiny Llama; its rotary embeddings notice wrong positions."""
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=VOCAB + 2, hidden_size=16, intermediate_size=32, num_hidden_layers=2,
-        num_attention_heads=2, max_position_embeddings=64, initializer_range=0.5)
-    return LlamaForCausalLM(config)
+    return model_of("llama", initializer_range=0.5)
 
 
 def prompts(count, longest=9, limit=20):
@@ -134,11 +128,6 @@ def check_probabilities(model, starts, completions):
         torch.testing.assert_close(completion.logp, expected, rtol=0, atol=5e-5)
 
 
-def test_the_probabilities_are_those_of_a_forward_pass(model):
-    starts = prompts(9)
-    check_probabilities(model, starts, write(model, starts, [STOP], VOCAB))
-
-
 # Layers that are no attention keep a state of a text, not a key and a value of each token.
 SHAPE = dict(
     vocab_size=VOCAB + 2, hidden_size=32, intermediate_size=48, num_hidden_layers=2,
@@ -146,7 +135,8 @@ SHAPE = dict(
     initializer_range=0.3, pad_token_id=0)
 MAMBA = dict(mamba_n_heads=8, mamba_d_head=8, mamba_n_groups=1, mamba_d_state=8)
 # model_type: (needs equal lengths, more of its config)
-WITH_STATES = {
+KINDS = {
+    "llama": (False, {}),
     "minimax": (True, dict(layer_types=["linear_attention", "full_attention"], head_dim=8,
                            num_local_experts=2, num_experts_per_tok=1, block_size=16)),
     "lfm2": (False, dict(layer_types=["conv", "full_attention"], head_dim=8)),
@@ -163,10 +153,10 @@ def model_of(kind, **more):
     return AutoModelForCausalLM.from_config(CONFIG_MAPPING[kind](**SHAPE | more)).eval()
 
 
-@pytest.mark.parametrize("kind", WITH_STATES)
-def test_layers_that_are_no_attention_write_what_they_say_alone(kind):
-    """Prompts of all lengths, of which some end before others."""
-    expected, more = WITH_STATES[kind]
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_is_written_has_the_probabilities_of_a_forward_pass(kind):
+    """Prompts of all lengths, of which some end before others; layers that are no attention too."""
+    expected, more = KINDS[kind]
     model = model_of(kind, **more)
     equal_lengths = needs_equal_lengths(model, VOCAB)
     assert equal_lengths == expected
@@ -192,17 +182,6 @@ def test_a_model_that_cannot_write_says_so_in_one_line():
 
     with pytest.raises(ValueError, match="off by up to 4 nats"):
         needs_equal_lengths(Wrong(torch.tensor([2.0, -2.0])), 2)
-
-
-def test_a_completion_ends_at_a_stop_token_or_at_its_limit(model):
-    found = write(model, prompts(40), [STOP], VOCAB, batch_size=16)
-    assert {completion.ended for completion in found} == {True, False}
-    for start, completion in zip(prompts(40), found, strict=True):
-        stops = (completion.ids == STOP).nonzero().flatten().tolist()
-        assert stops == ([len(completion.ids) - 1] if completion.ended else [])
-        if not completion.ended:
-            assert len(completion.ids) == start.max_new_tokens
-        assert completion.ids.max() < VOCAB  # rows of the head beyond the tokenizer are no tokens
 
 
 def test_copies_and_seeds_differ():

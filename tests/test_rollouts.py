@@ -17,16 +17,15 @@ from isogloss.data.batch_types import Batch, Example, StudentBatch
 from isogloss.data.rollouts import Prompter, Rollout, SkippedPrompt, completed
 from isogloss.data.sample import TextEncoder
 from isogloss.job.counts import Counts
-from isogloss.nodes import Tables
 from isogloss.objective import loss_table
-from isogloss.projection_tools.cells import build_translation
-from isogloss.projection_tools.tokenizers import Pair
 from isogloss.rollout import Completion
 from isogloss.translation import CellColumns, going_on, root_target
 from isogloss.writing import on_policy
 from isogloss.writing.rollout_ratio import RatioSums, rollout_ratio
-from test_batch import indexed, rows_of, sub_tiles_of
+from test_batch import rows_of, sub_tiles_of
 from test_chat import collator
+from test_ends import CHATML
+from tokens import pair_of, translation_of
 
 TEXT = "Once there was a crème brûlée, and 12.50 € on the table."
 
@@ -144,25 +143,17 @@ def test_a_rollout_of_the_tokenizers_ids_is_the_end_of_the_text(encoders, swap):
         # one that was cut has no end
         cut = collate([rollout_of(student, TEXT, size, ended=False)])
         assert chunks_of(cut) == found[:-1]
-        assert teacher.table.eos not in cut.teachers[0].ids[0, 1:].tolist()
+        assert not (cut.teachers[0].labels == teacher.table.eos).any()
 
 
 # --- the translated belief at what was written first ----------------------------------------------
 
 
 @pytest.fixture(scope="module")
-def pairs(encoders, models):
+def pairs(encoders):
     """{swap: (student's encoder, PairOptions with the translation)}."""
-    found = {}
-    for swap, step in ((False, 1), (True, -1)):
-        student, teacher = encoders[::step]
-        pair = Pair.load(*map(str, models[::step]))
-        found[swap] = student, PairOptions(teacher, translation_of(pair))
-    return found
-
-
-def translation_of(pair):
-    return indexed(Tables, build_translation(pair))
+    return {swap: (sides[0], PairOptions(sides[1], translation_of(sides)))
+            for swap, sides in ((False, encoders), (True, encoders[::-1]))}
 
 
 def root_targets(batch, tables):
@@ -315,13 +306,6 @@ def test_json_keeps_the_chat_of_a_rollout(encoders):
     assert (read.messages, read.tools) == chat
 
 
-@pytest.mark.parametrize("ended", [False, True])
-def test_a_teacher_reads_an_end_where_the_student_wrote_one(encoders, ended):
-    rollout = rollout_of(encoders[0], TEXT, 5, ended)
-    labels = collator(encoders)([rollout]).teachers[0].labels
-    assert (labels == encoders[1].table.eos).any() == ended
-
-
 def test_counts_of_rollouts(encoders):
     rollout = rollout_of(encoders[0], TEXT, 5)
     data, both = [collator(encoders)(texts).counts.pairs[0] for texts in ([TEXT], [TEXT, rollout])]
@@ -337,8 +321,6 @@ def test_counts_of_rollouts(encoders):
 
 # --- chats ----------------------------------------------------------------------------------------
 
-CHATML = ("{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n"
-          "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}")
 LLAMA = ("{% for m in messages %}[{{ m.role }}] {{ m.content | trim }}<|eot_id|>{% endfor %}"
          "{% if add_generation_prompt %}[assistant] {% endif %}")
 HEADER = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
@@ -387,9 +369,7 @@ def test_the_first_token_of_an_answer_has_one_target_whatever_is_learned_of_the_
     student, teacher = chat_encoders
     for encoder in chat_encoders:
         monkeypatch.setattr(encoder.tokenizer, "chat_template", HEADER)
-    tokenizers = [encoder.tokenizer for encoder in chat_encoders]
-    tables = [encoder.table for encoder in chat_encoders]
-    spelling = translation_of(Pair(("student", "teacher"), tokenizers, tables, ("0", "1")))
+    spelling = translation_of(chat_encoders)
     targets = {}
     for train_on in ("all", "assistant"):
         collator = Collator(student, [PairOptions(teacher, spelling)], train_on, "dp")
@@ -420,9 +400,8 @@ def end_gradients(chat_encoders, loss, rollout, surprise):
         surprise: added to the teacher's logit of its own end of turn where it has to predict that.
     """
     student, teacher = chat_encoders
-    pair = Pair(("student", "teacher"), [encoder.tokenizer for encoder in chat_encoders],
-                [encoder.table for encoder in chat_encoders], ("ends_0", "ends_1"))
-    built = loss_table.build_translated(pair, torch.device("cpu"), loss, {"temperature": 1.0})
+    built = loss_table.build_translated(
+        pair_of(chat_encoders), torch.device("cpu"), loss, {"temperature": 1.0})
     batch = Collator(student, [PairOptions(teacher, built.spelling)])([rollout])
     of_teacher = batch.teachers[0]
     generator = torch.Generator().manual_seed(0)

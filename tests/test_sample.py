@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 from tokenizers import normalizers, processors
 
-from isogloss import demo
 from isogloss.align import TokenTable
 from isogloss.data.sample import (
     NO_TOKENS,
@@ -25,13 +24,13 @@ def read(text, encoder):
     return encode_text(text, encoder.encode([text])[0], encoder)
 
 
-def sample_of(text, student, teachers, aligner="bytes"):
+def sample_of(text, student, teachers):
     """Return the Sample of a text; a teacher that is None takes no part."""
     encoded = read(text, student)
     pairings = []
     for teacher in teachers:
         pairings.append(Pairing() if teacher is None else pair_texts(
-            text, encoded, read(text, teacher), student.table, teacher.table, aligner))
+            text, encoded, read(text, teacher), student.table, teacher.table))
     limits = [400 if teacher is None else teacher.max_length for teacher in teachers]
     return cut_sample(encoded, pairings, student.max_length, limits)
 
@@ -40,16 +39,6 @@ def spelled(table, labels, chunk, number):
     """Return the bytes that the labels of a chunk spell, without control tokens."""
     pieces = [table.bytes_of(i) for i in labels[chunk == number].tolist() if not table.special[i]]
     return b"".join(pieces)
-
-
-def chunk_sides(student_chunk, teacher_chunk):
-    """Return the chunks as {(student positions, teacher positions)}, whatever their numbers."""
-    sides = set()
-    for number in set(student_chunk.tolist()) - {-1}:
-        student = np.flatnonzero(student_chunk == number)
-        teacher = np.flatnonzero(teacher_chunk == number)
-        sides.add((tuple(student.tolist()), tuple(teacher.tolist())))
-    return sides
 
 
 def changed(encoder, tokenizer=None, **roles):
@@ -236,23 +225,3 @@ def test_a_text_without_a_teacher_is_cut_at_the_maximum_length(encoders, texts):
         assert np.array_equal(sample.student.labels, ids[1:51])
         whole = sample_of(text, at_most(encoders[0], 4000), teachers)
         assert np.array_equal(whole.student.labels, ids[1:])
-
-
-def test_dynamic_programming_gives_the_chunks_of_bytes_where_both_apply(encoders, texts):
-    """On texts whose every chunk is a move of the path: one token with one to four others."""
-    tokenizer = demo.unigram(texts, 450)
-    teacher = TextEncoder(tokenizer, TokenTable.from_tokenizer(tokenizer), 400)
-    compared = 0
-    for text in texts[:60]:
-        words = " ".join(text.split()[:6])
-        first = sample_of(words, encoders[0], [teacher]).pairs[0]
-        sizes = np.stack([first.alignment.student_tokens, first.alignment.teacher_tokens])
-        if (sizes.min(0) > 1).any() or sizes.max() > 4:
-            continue
-        second = sample_of(words, encoders[0], [teacher], "dp").pairs[0]
-        assert chunk_sides(first.student_chunk, first.teacher_chunk) == chunk_sides(
-            second.student_chunk, second.teacher_chunk), words
-        # `align_dp` counts what the student spells, a space before the text included
-        assert second.aligned_bytes == first.aligned_bytes + 1
-        compared += 1
-    assert compared > 10

@@ -5,7 +5,7 @@ from itertools import product
 import numpy as np
 import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import AutoTokenizer, PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerFast
 
 from conftest import asset
 from isogloss.align import TokenTable
@@ -18,6 +18,7 @@ from isogloss.spelling import (
     translation_tables,
     unwritten_tokens,
 )
+from tokens import real
 
 
 def without_padding(pieces):
@@ -59,9 +60,7 @@ def test_control_tokens_pair_by_role_then_by_name(tables):
     ("deepseek_coder", {})])
 def test_tokens_that_a_tokenizer_never_writes_get_no_mass(student, unwritten):
     """Those with the bytes of another token, and what no text is cut into; on real texts."""
-    loaded = [AutoTokenizer.from_pretrained(asset("tokenizers", name))
-              for name in (student, "gpt2")]
-    tables = [TokenTable.from_tokenizer(tokenizer) for tokenizer in loaded]
+    loaded, tables = zip(real(student), real("gpt2"))
     fields = build_translation(Pair.of(*loaded, tables=tables))
     cell_V = fields["cell_V"].numpy()
     last = fields["num_cells"] - 1
@@ -80,8 +79,7 @@ def test_tokens_that_a_tokenizer_never_writes_get_no_mass(student, unwritten):
 
 def test_a_token_that_spells_one_of_the_teachers_is_written():
     """However the student's tokenizer cuts it where it stands alone."""
-    student = AutoTokenizer.from_pretrained(asset("tokenizers", "tok512"))
-    table = TokenTable.from_tokenizer(student)
+    student, table = real("tok512")
     dot, letter = student.convert_tokens_to_ids(["<0x2E>", "<0x41>"])
     nothing = np.zeros(len(table), bool)
     for spelled, expected in ((-1, [True, True]), (dot, [False, True])):
@@ -126,9 +124,7 @@ def test_a_token_that_only_doubles_as_unknown_is_no_counterpart():
 
 
 def test_control_tokens_of_different_roles_are_never_paired():
-    tables = []
-    for folder in sorted(asset("tokenizers").iterdir()):
-        tables.append(TokenTable.from_tokenizer(AutoTokenizer.from_pretrained(folder)))
+    tables = [real(folder.name)[1] for folder in sorted(asset("tokenizers").iterdir())]
     pairs = 0
     for student, teacher in product(tables, tables):
         for v, w in link_special_tokens(student, teacher):

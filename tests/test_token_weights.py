@@ -57,25 +57,29 @@ LAYOUTS = {"one": (1, {}), "shards": (2, {"sequence_parallel": 2}), "packed": (2
            "untiled": (1, {"tiled": False})}
 
 
-def test_where_a_teacher_is_sure_and_where_not_is_all_of_it(models, texts, tmp_path):
-    """In every layout, with tokenizers that differ and that are equal."""
-    runs = []
-    for loss, (kind, (num_ranks, more)) in itertools.product(
-            ["piece_kl", "alm", "gold"], LAYOUTS.items()):
-        flags = more | {"loss": loss, "steps": 3}
-        both = [{"model": str(models[1]), "name": weights, "token_weights": weights}
-                for weights in ("sure", "unsure")]
-        runs.append((num_ranks, f"{loss} {kind}", flags, both))
-    for num_ranks, name, flags, both in runs:
-        micro_batch_size = 4 // (num_ranks if "pack" in flags else 1)
-        argv = [[word for word in short_run(models, texts, tmp_path, *[
-                    f"--{key}={value}" for key, value in (flags | more).items()],
-                    micro_batch_size=micro_batch_size)
-                 if not (word.startswith("--teacher=") and "teachers" in more)]
-                for more in ({"output_dir": tmp_path / f"{name} whole"},
-                             {"output_dir": tmp_path / f"{name} both",
-                              "teachers": json.dumps(both)})]
-        run_all(num_ranks, *argv)
+@pytest.fixture
+def command(models, texts, tmp_path):
+    """Return a function: the name of a run, its flags -> its command line; four rows a step."""
+
+    def command_of(name, **flags):
+        defaults = {"steps": 3, "output_dir": tmp_path / name}
+        words = [f"--{key}={value}" for key, value in (defaults | flags).items()]
+        return short_run(models, texts, tmp_path, *words,
+                         micro_batch_size=2 if "pack" in flags else 4)
+
+    return command_of
+
+
+def test_where_a_teacher_is_sure_and_where_not_is_all_of_it(command, models, tmp_path):
+    """In every layout."""
+    both = [{"model": str(models[1]), "name": weights, "token_weights": weights}
+            for weights in ("sure", "unsure")]
+    for loss, kind in itertools.product(["piece_kl", "alm", "gold"], LAYOUTS):
+        num_ranks, flags = LAYOUTS[kind]
+        name = f"{loss} {kind}"
+        of_both = command(f"{name} both", loss=loss, teachers=json.dumps(both), **flags)
+        run_all(num_ranks, command(f"{name} whole", loss=loss, **flags),
+                [word for word in of_both if not word.startswith("--teacher=")])
         whole, parts = [losses_of(tmp_path / f"{name} {kind}") for kind in ("whole", "both")]
         for line, of_parts in zip(whole, parts, strict=True):
             share = of_parts["kd/sure"] / line["kd"]
@@ -85,55 +89,44 @@ def test_where_a_teacher_is_sure_and_where_not_is_all_of_it(models, texts, tmp_p
             assert of_parts["grad_norm"] == pytest.approx(line["grad_norm"], rel=1e-4), name
 
 
-def test_early_weights_are_the_same_in_every_layout(models, texts, tmp_path):
+def test_early_weights_are_the_same_in_every_layout(command, tmp_path):
     curves = {}
-    for kind, (num_ranks, more) in LAYOUTS.items():
-        flags = more | {"token_weights": "early", "token_half_life": 5.0, "steps": 3,
-                        "output_dir": tmp_path / kind}
-        argv = short_run(models, texts, tmp_path, *[f"--{k}={v}" for k, v in flags.items()],
-                         micro_batch_size=4 // (num_ranks if "pack" in more else 1))
-        run_all(num_ranks, argv)
+    for kind, (num_ranks, flags) in LAYOUTS.items():
+        run_all(num_ranks, command(kind, token_weights="early", token_half_life=5.0, **flags))
         curves[kind] = [{key: line[key] for key in ("kd", "ce", "grad_norm")}
                         for line in losses_of(tmp_path / kind)]
     for kind, lines in curves.items():
         check_same_curve(curves["one"], lines, 1e-4, name=kind)
     # all the same, and as without weights
-    plain = short_run(models, texts, tmp_path, "--steps=3", f"--output_dir={tmp_path / 'plain'}",
-                      micro_batch_size=4)
-    flat = short_run(models, texts, tmp_path, "--steps=3", "--token_weights=early",
-                     "--token_half_life=1e9", f"--output_dir={tmp_path / 'flat'}",
-                     micro_batch_size=4)
-    run_all(1, plain, flat)
+    run_all(1, command("plain"), command("flat", token_weights="early", token_half_life=1e9))
     expected = losses_of(tmp_path / "plain")
     check_same_curve(expected, losses_of(tmp_path / "flat"), 1e-5)
     assert all(line["kd"] < 0.8 * of_plain["kd"]
                for line, of_plain in zip(curves["one"], expected))
 
 
-def test_rows_weigh_what_their_column_says(models, texts, tmp_path):
+def test_rows_weigh_what_their_column_says(command, texts, tmp_path):
     """The loss of a batch is linear in the weights of its rows, in every layout."""
-    def first_kd(weights, num_ranks=1, micro_batch_size=4, **more):
-        runs = []
+    def first_kd(weights, num_ranks=1, **flags):
+        runs = {}
         for number, of_rows in enumerate(weights):
             data = tmp_path / f"{number}.jsonl"
             data.write_text("".join(json.dumps({"text": text, "w": weight}) + "\n"
                                     for text, weight in zip(texts, of_rows)))
-            flags = more | {"token_weights": "column", "weight_key": "w", "steps": 1, "data": data,
-                            "output_dir": tmp_path / f"run{num_ranks}{number}{more}"}
-            runs.append((flags["output_dir"], short_run(
-                models, texts, tmp_path, *[f"--{k}={v}" for k, v in flags.items()],
-                micro_batch_size=micro_batch_size)))
-        run_all(num_ranks, *[argv for _, argv in runs])
-        return [losses_of(folder)[0]["kd"] for folder, _ in runs]
+            name = f"run{num_ranks}{number}{flags}"
+            runs[name] = command(name, token_weights="column", weight_key="w", steps=1, data=data,
+                                 **flags)
+        run_all(num_ranks, *runs.values())
+        return [losses_of(tmp_path / name)[0]["kd"] for name in runs]
 
     weights = [2, 0, 0.5, 3]
     *single, all_equal, weighed = first_kd([*torch.eye(4).tolist(), [1] * 4, weights])
     assert min(single) > 0 and sum(single) == pytest.approx(all_equal, rel=1e-5)
     expected = sum(weight * kd for weight, kd in zip(weights, single))
     assert weighed == pytest.approx(expected, rel=1e-5)
-    for layout in (dict(num_ranks=2, sequence_parallel=2),
-                   dict(num_ranks=2, micro_batch_size=2, pack=True)):
-        assert first_kd([weights], **layout) == pytest.approx([expected], rel=1e-5)
+    for kind in ("shards", "packed"):
+        num_ranks, flags = LAYOUTS[kind]
+        assert first_kd([weights], num_ranks, **flags) == pytest.approx([expected], rel=1e-5)
 
 
 def test_weights_by_entropies_need_all_of_a_teacher(models, texts, tmp_path):

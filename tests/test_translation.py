@@ -1,30 +1,23 @@
 """translation.py: the nodes are fair questions, complete, and the same however a batch is cut."""
 
-import math
 from functools import partial
 from itertools import combinations
 from types import SimpleNamespace
 
 import pytest
 import torch
-from transformers import AutoTokenizer
 
 import oracle
 import toys
-from conftest import asset
 from isogloss import losses
-from isogloss.align import TokenTable
 from isogloss.config import Config
 from isogloss.data.batch import Collator, PairOptions
 from isogloss.data.sample import TextEncoder
-from isogloss.nodes import Tables, list_nodes, rows_that_go_on, tokens_that_ended
+from isogloss.nodes import list_nodes, rows_that_go_on, tokens_that_ended
 from isogloss.objective import loss_table
-from isogloss.projection_tools.cells import build_translation
-from isogloss.projection_tools.tokenizers import Pair
 from isogloss.tile_plan import SubTile
-from isogloss.tiles import StoredLogits, TeacherBlocks
 from isogloss.translation import cell_coverage, translated
-from test_batch import indexed
+from tokens import real, translation_of
 from toys import EOS, Tokenizer
 
 FINE = Tokenizer(("a", "b"))
@@ -67,7 +60,7 @@ class Toy:
         sides = []
         for tokenizer in (student, teacher):
             sides.append([[*tokenizer(text), EOS] for text in texts])
-        chunks = [toys.chunks_of(*pair) for pair in zip(*sides)]
+        chunks = [oracle.merge(*pair) for pair in zip(*sides)]
         read, next_S, chunk_S, self.x = padded(student, sides[0], chunks, 0, texts)
         _, next_T, chunk_T, self.y = padded(teacher, sides[1], chunks, 1, texts)
         self.ids = read, next_S, next_T, chunk_S, chunk_T, self.tables
@@ -106,7 +99,7 @@ def padded(tokenizer, texts, chunks, side, probabilities):
     for b, tokens in enumerate(texts):
         size = len(tokens)
         predicted[b, :size] = torch.tensor([tokenizer.id[token] for token in tokens])
-        chunk[b, :size] = chunks[b][side]
+        chunk[b, :size] = torch.tensor(chunks[b][side])
         logits[b, :size] = toys.logits_of(model, tokens)
     read = torch.cat([torch.full((shape[0], 1), -1), predicted[:, :-1]], 1)
     return read, predicted, chunk, logits
@@ -341,7 +334,7 @@ def random_logits(toy, seed, spread):
 
 @pytest.mark.parametrize("divergence", [losses.forward_kl, losses.reverse_kl])
 def test_tokens_without_a_cell_are_left_out(divergence):
-    """Also where they hold nearly all of the mass on one side; the oracle drops their columns."""
+    """Also where they hold nearly all of the mass on one side."""
     toy = Toy(CROSSING, COARSE, 1)
     eos = len(CROSSING.vocab) - 1, len(COARSE.vocab) - 1
     for table, token in zip((toy.tables.cell_V, toy.tables.cell_W), eos):
@@ -402,62 +395,12 @@ def test_coverage_counts_what_has_a_cell_and_what_would_be_joined():
     assert joined == (pytest.approx(expected), num_roots)
 
 
-def test_tiles_and_packed_rows_ask_the_same_questions(tokenizers, tables, texts):
-    """Sub-tiles hold the teacher's rows around their chunks, and only those of the same text."""
-    on_cpu = indexed(Tables, build_translation(Pair.of(*tokenizers, tables=tables)))
-    student, teacher = [TextEncoder(*side, 150) for side in zip(tokenizers, tables)]
-    generator = torch.Generator().manual_seed(0)
-    sizes = [len(table) for table in tables]
-    # logits are a function of the token and its place in the text
-    embeddings = [torch.randn(size, size, generator=generator).double() for size in sizes]
-    places = [torch.randn(200, size, generator=generator).double() for size in sizes]
-    embeddings[0].requires_grad_()
-    results = []
-    for pack, tile_mib in ((False, math.inf), (False, 0.25), (True, math.inf), (True, 0.25)):
-        collator = Collator(student, [PairOptions(teacher, on_cpu)], pack=pack, tile_mib=tile_mib)
-        batch = collator([text[:200] for text in texts[:8]])
-        logits = []
-        for side, rows in enumerate((batch.student, batch.teachers[0])):
-            position = rows.positions
-            if position is None:
-                position = torch.arange(rows.ids.shape[1]).expand_as(rows.ids)
-            logits.append((embeddings[side][rows.ids] + places[side][position]).flatten(0, 1))
-        total, sub_tiles = sum_over_tiles(batch.teachers[0].tiles, logits, on_cpu)
-        results.append((total, torch.autograd.grad(total, embeddings[0], retain_graph=True)[0]))
-        assert (sub_tiles > 1) == (tile_mib < math.inf)
-        assert batch.counts.pairs[0].kd_terms > 100
-        total, _ = sum_over_tiles(
-            batch.teachers[0].tiles, [side.float() for side in logits], on_cpu)
-        gradient, = torch.autograd.grad(total, embeddings[0])
-        check_equal((total, gradient), results[0], 2e-6, (pack, tile_mib))
-    for value, gradient in results[1:]:
-        torch.testing.assert_close(value, results[0][0])
-        torch.testing.assert_close(gradient, results[0][1])
-
-
-def sum_over_tiles(tiles, logits, tables):
-    """Return (the translated forward KL of a batch, how many sub-tiles it has)."""
-    total = 0
-    sub_tiles = 0
-    blocks = TeacherBlocks(StoredLogits(logits[1].detach()), tiles)
-    for tile in tiles:
-        x = logits[0][tile.student_positions]
-        for sub_tile in tile.sub_tiles:
-            sub_tiles += 1
-            total = total + translated(
-                x[sub_tile.student_slice][None], blocks(sub_tile)[None], sub_tile.terms, tables,
-                temperature=1.5)[0]
-    return total, sub_tiles
-
-
 def test_a_student_with_longer_numbers_is_not_taught_what_it_cannot_write():
     """GPT-2 writes 15 as one token, DeepSeek Coder as two; after 15 no digit can come."""
-    loaded = [AutoTokenizer.from_pretrained(asset("tokenizers", name))
-              for name in ("gpt2", "deepseek_coder")]
-    tables = [TokenTable.from_tokenizer(tokenizer) for tokenizer in loaded]
-    on_cpu = indexed(Tables, build_translation(Pair.of(*loaded, tables=tables)))
-    encoders = [TextEncoder(tokenizer, table, 50) for tokenizer, table in zip(loaded, tables)]
-    batch = Collator(encoders[0], [PairOptions(encoders[1], on_cpu)])(["He has 15 apples."])
+    loaded, tables = zip(real("gpt2"), real("deepseek_coder"))
+    encoders = [TextEncoder(*side, 50) for side in zip(loaded, tables)]
+    translation = translation_of(encoders)
+    batch = Collator(encoders[0], [PairOptions(encoders[1], translation)])(["He has 15 apples."])
     [tile] = batch.teachers[0].tiles
     [sub_tile] = tile.sub_tiles
 
@@ -473,7 +416,7 @@ def test_a_student_with_longer_numbers_is_not_taught_what_it_cannot_write():
     student = sure_of(sub_tile.student_labels, tables[0]).requires_grad_()
     number = loaded[0].convert_tokens_to_ids("Ġ15")
     at_number = (sub_tile.student_labels == number).nonzero().item()
-    value, _ = translated(student[None], teacher[None], sub_tile.terms, on_cpu)
+    value, _ = translated(student[None], teacher[None], sub_tile.terms, translation)
     value.backward()
     # it may go on with a third digit there, which "151" says in one token
     longer = [loaded[0].convert_tokens_to_ids(f"Ġ15{digit}") for digit in "0123456789"]
@@ -483,5 +426,5 @@ def test_a_student_with_longer_numbers_is_not_taught_what_it_cannot_write():
     # the exact student: what the teacher gives to a third digit, "15" gives to "15x"
     with torch.no_grad():
         student[at_number, longer] = 0
-    value, _ = translated(student[None], teacher[None], sub_tile.terms, on_cpu)
+    value, _ = translated(student[None], teacher[None], sub_tile.terms, translation)
     assert value < 0.05

@@ -1,10 +1,37 @@
-"""Small token tables for the tests of align.py and align_dp.py."""
+"""Small token tables, tokenizers that people use, and what is made of two of them."""
 
+from functools import lru_cache
 from itertools import pairwise
 
 import numpy as np
 
+from conftest import asset
 from isogloss.align import TokenTable
+from isogloss.nodes import Tables
+from isogloss.objective.loss_table import as_index
+from isogloss.projection_tools.cells import build_translation
+from isogloss.projection_tools.tokenizers import Pair
+
+
+@lru_cache
+def real(name):
+    """Return (tokenizer, its TokenTable) of the shared assets."""
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(asset("tokenizers", name))
+    return tokenizer, TokenTable.from_tokenizer(tokenizer)
+
+
+def pair_of(encoders):
+    """Return the Pair of two TextEncoders."""
+    return Pair.of(*[encoder.tokenizer for encoder in encoders],
+                   tables=[encoder.table for encoder in encoders])
+
+
+def translation_of(encoders):
+    """Return the `nodes.Tables` of two TextEncoders."""
+    fields = build_translation(pair_of(encoders))
+    return Tables(*[as_index(fields[name]) for name in Tables._fields])
 
 
 def table_of(pieces, **roles):

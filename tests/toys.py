@@ -11,6 +11,7 @@ from itertools import pairwise
 import numpy as np
 import torch
 
+from cases import table_of
 from isogloss.nodes import Tables
 from isogloss.spelling import translation_tables
 
@@ -92,10 +93,7 @@ def tables_of(student, teacher):
     """Return the `Tables` of two toy tokenizers."""
     def spell(tokens, tokenizer):
         spelled = [[EOS] if token == EOS else tokenizer(text_of(token)) for token in tokens]
-        pieces = np.full((len(tokens), max(map(len, spelled))), -1)
-        for row, parts in zip(pieces, spelled):
-            row[:len(parts)] = [tokenizer.id[part] for part in parts]
-        return pieces
+        return table_of([[tokenizer.id[part] for part in parts] for parts in spelled]).numpy()
 
     raw = [[b"" if token == EOS else text_of(token).encode() for token in side.vocab]
            for side in (student, teacher)]
@@ -120,12 +118,3 @@ def as_tables(arrays):
     for name, value in arrays.items():
         fields[name] = torch.from_numpy(value) if isinstance(value, np.ndarray) else value
     return Tables(**fields)
-
-
-def chunks_of(student_tokens, teacher_tokens):
-    """Return the chunk of every token on both sides; eos, the last token, is one of its own."""
-    ends = []
-    for tokens in (student_tokens, teacher_tokens):
-        ends.append(np.cumsum([len(token) for token in tokens]))
-    common = np.intersect1d(*ends)
-    return [torch.from_numpy(np.searchsorted(common, end)) for end in ends]
