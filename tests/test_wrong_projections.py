@@ -1,6 +1,5 @@
-"""Projections, caches and outputs that are not what the tools write; flags behind a --."""
+"""Projections, caches and outputs that are not what the tools write; jobs: test_wrong_flags.py."""
 
-import io
 import os
 import pickle
 import stat
@@ -9,12 +8,9 @@ from itertools import product
 import pytest
 import torch
 
-import ranks
-from isogloss import distill
 from isogloss.projection_tools import build, cells, cut, show
 from isogloss.projection_tools.files import as_tables, cached, save_atomically
 from isogloss.projection_tools.tokenizers import Pair
-from jobs import ds_config, run_distill, write_corpus
 from pickled import Command
 from wrong_input import error_line
 
@@ -111,21 +107,6 @@ def test_a_file_that_is_no_projection_is_refused(case, suffix, models, tmp_path,
     assert f"{path}: not a readable file of tables" in error_line(capsys, cut, argv)
     assert not os.path.exists("exploded")
     assert not (tmp_path / "out.pt").exists()
-
-
-@pytest.mark.slow
-def test_a_job_refuses_a_wrong_projection(good, models, texts, tmp_path):
-    flags = [f"--student={models[0]}", f"--teacher={models[1]}", "--steps=1",
-             f"--data={write_corpus(tmp_path, texts, 20)}", f"--output_dir={tmp_path / 'run'}",
-             f"--ds_config={ds_config(tmp_path / 'ds.json', 2, 4, 1)}", "--max_length=60"]
-    runs = []
-    for number, case in enumerate(["one NaN", "a list of ids"]):
-        path = tmp_path / f"{number}.pt"
-        torch.save(PROJECTIONS[case][0](dict(good)), path)
-        for loss in ("projection_kl", "gold"):
-            runs.append([*flags, f"--loss={loss}", f"--projection={path}"])
-    assert ranks.run(2, run_distill, runs) == [[2] * len(runs)] * 2
-    assert not (tmp_path / "run").exists()
 
 
 # --- caches ---------------------------------------------------------------------------------------
@@ -255,22 +236,3 @@ def test_a_picture_that_cannot_be_written_is_one_line(good, models, tmp_path, ca
     assert "cannot be written (No such file or directory)" in error
     error = error_line(capsys, show, [*argv, f"--png={tmp_path / 'p.xyz'}"])
     assert "xyz" in error
-
-
-# --- flags behind a -- ----------------------------------------------------------------------------
-
-PROGRAMS = [distill, build, cells]
-
-
-@pytest.mark.parametrize("program", PROGRAMS, ids=lambda module: module.__name__.split(".")[-1])
-def test_fires_own_flags_are_one_line(program, models, capsys, monkeypatch):
-    """They would open a console, or print what the program was called with; see test_flags.py."""
-    monkeypatch.setattr("sys.stdin", io.StringIO("raise SystemExit(0)\n"))
-    argv = [f"--student={models[0]}", f"--teacher={models[1]}", "--", "--interactive"]
-    with pytest.raises(SystemExit) as ended:
-        program.cli(argv)
-    assert ended.value.code == 2
-    out, error = capsys.readouterr()
-    assert out == ""
-    assert error.count("\n") == 1
-    assert "'--'" in error
