@@ -291,11 +291,13 @@ def test_a_wrong_model_ends_with_one_line_and_code_2(ended, case):
 @pytest.mark.slow
 def test_a_wrong_teacher_on_ranks_of_its_own_ends_with_one_line(models, texts, folder, tmp_path):
     """One that cannot be loaded, and one whose logits show it."""
-    names = of_model("teacher", "a tensor missing"), "--teacher={folder}/nan_teacher"
-    changes = [f"{name} --teacher_ranks=1" for name in names]
-    ended = run_wrong(3, changes, good_line(models, texts, tmp_path), folder, has_steps=True)
-    check_one_line(ended[changes[0]], NAMES + "model.layers.1.self_attn.q_proj.weight")
-    first, second, teacher = ended[changes[1]]
+    base = good_line(models, texts, tmp_path)
+    change = of_model("teacher", "a tensor missing", "--teacher_ranks=1")
+    [of_ranks] = run_wrong(2, [change], base, folder, has_steps=True).values()
+    check_one_line(of_ranks, NAMES + "model.layers.1.self_attn.q_proj.weight")
+    assert not (tmp_path / "run").exists()
+    change = "--teacher={folder}/nan_teacher --teacher_ranks=1"
+    [(first, second, teacher)] = run_wrong(3, [change], base, folder, has_steps=True).values()
     check_one_line((first, second), f"nan_teacher: {NOT_FINITE}")
     assert teacher.exit_code in (0, None) and teacher.stderr == "", teacher
 
