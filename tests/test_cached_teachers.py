@@ -132,6 +132,13 @@ def test_a_killed_writer_goes_on_and_the_cache_is_the_same_bit_by_bit(
     assert all(torch.equal(after[name], before[name]) for name in before)
 
 
+def end_of_writer(argv):
+    said = io.StringIO()
+    with contextlib.redirect_stderr(said), contextlib.suppress(SystemExit):
+        write([argv])
+    return said.getvalue()
+
+
 def end_of_changed_data(argv, path, change):
     """Return the line with which a writer ends whose data change after it has seen all of them.
 
@@ -147,10 +154,7 @@ def end_of_changed_data(argv, path, change):
         return surveyed
 
     cache.survey = survey_and_change
-    said = io.StringIO()
-    with contextlib.redirect_stderr(said), contextlib.suppress(SystemExit):
-        write([argv])
-    return said.getvalue()
+    return end_of_writer(argv)
 
 
 @pytest.mark.parametrize("change, complaint", [
@@ -369,16 +373,10 @@ def test_what_does_not_fit_ends_with_one_line(models, untied, texts, data, cache
     check_refusals(flags, cases)
 
 
-def writer_refusals(argv_list, folder):
-    """Return the line that each command ends with; the folder is being written by another."""
-    lines = []
+def end_beside_another(argv, folder):
+    """Return the line with which a writer ends while another one writes to a folder."""
     with cache.locked(folder):
-        for argv in argv_list:
-            said = io.StringIO()
-            with contextlib.redirect_stderr(said), contextlib.suppress(SystemExit):
-                write([argv])
-            lines.append(said.getvalue())
-    return lines
+        return end_of_writer(argv)
 
 
 def test_a_writer_does_not_mix_caches(models, data, caches, tmp_path):
@@ -408,7 +406,7 @@ def test_a_writer_does_not_mix_caches(models, data, caches, tmp_path):
             parse_flags(cache.Args, [*common, f"--output={tmp_path / 'no'}", *flags.split()])
     lines = []
     for argv in commands:  # a refused command ends its process group
-        lines += ranks.run(1, writer_refusals, [argv], begun)[0]
+        lines += ranks.run(1, end_beside_another, argv, begun)
     expected = ["top_k 20 there, 30 here", "holds other files", "another process is writing", ""]
     for text, line in zip(expected, lines, strict=True):
         assert text in line and line.count("\n") <= 1, line
