@@ -33,6 +33,7 @@ from jobs import (
     ds_config,
     losses_of,
     run_all,
+    run_and_listen,
     write_corpus,
 )
 from steps import uneven_samples
@@ -185,6 +186,10 @@ def test_caches_beside_teachers_on_ranks_of_their_own(models, data, caches, tmp_
     for weights in kinds:
         curves = [losses_of(f"{tmp_path / weights}{num_ranks}") for num_ranks in (1, 2)]
         check_same_curve(*curves, 1e-4, 1e-6, weights)
+    alone = [*argv[:-1], f"--teacher_cache={caches['20']}", "--teacher_ranks=1",
+             f"--output_dir={tmp_path / 'none'}"]
+    line = "".join(said for _, said in ranks.run(2, run_and_listen, alone))
+    assert "a cache needs no ranks" in line
 
 
 class Reading:

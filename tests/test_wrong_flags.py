@@ -111,7 +111,6 @@ FLAGS = {
     "--teachers=[{}]": "cannot be combined with --teacher",
     TWO_TOKENIZERS + " --teacher_weights=mean_p":
         "differ, so their predictions have no mean",
-    "--teacher= --teacher_cache={folder} --teacher_ranks=1": "a cache needs no ranks, and there",
     "--route_key=domain": "chooses among teachers; list them with",
     # numbers
     "--data={a:1}": "--data {a:1}: no such file",
