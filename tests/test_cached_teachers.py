@@ -176,15 +176,13 @@ def test_caches_beside_teachers_on_ranks_of_their_own(models, data, caches, tmp_
     argv = [f"--student={models[0]}", data[0], f"--ds_config={ds_config(tmp_path / 'd', 2, 2, 2)}",
             "--steps=3", "--max_length=60", "--eval_rows=2", "--eval_every=2",
             f"--teachers={json.dumps([cached, live])}"]
-    kinds = "fixed", "mean_p"
-    for num_ranks, flags in ((1, []), (2, ["--teacher_ranks=1"])):
-        commands = []
-        for weights in kinds:
-            commands.append([*argv, *flags, f"--teacher_weights={weights}",
-                             f"--output_dir={tmp_path / weights}{num_ranks}"])
-        run_all(num_ranks, *commands)
-    for weights in kinds:
-        curves = [losses_of(f"{tmp_path / weights}{num_ranks}") for num_ranks in (1, 2)]
+    for weights in ("fixed", "mean_p"):
+        curves = []
+        for num_ranks, flags in ((1, []), (2, ["--teacher_ranks=1"])):
+            output = tmp_path / f"{weights}{num_ranks}"
+            run_all(num_ranks, [*argv, *flags, f"--teacher_weights={weights}",
+                                f"--output_dir={output}"])
+            curves.append(losses_of(output))
         check_same_curve(*curves, 1e-4, 1e-6, weights)
     alone = [*argv[:-1], f"--teacher_cache={caches['20']}", "--teacher_ranks=1",
              f"--output_dir={tmp_path / 'none'}"]

@@ -74,16 +74,17 @@ def check_one_line(of_ranks, message):
         assert other.exit_code == 2 and other.stderr == "", other
 
 
-def error_line(capsys, module, argv, program=None):
+def error_line(capsys, module, argv, program=None, printed=None):
     """Return the one line with which a tool's command line ends, with code 2.
 
     Args:
         program: by which name the line begins; None: that of the module.
+        printed: what it prints before; None: anything.
     """
     with pytest.raises(SystemExit) as ended:
         module.cli(argv)
-    printed, error = capsys.readouterr()
-    assert ended.value.code == 2 and printed == ""
+    out, error = capsys.readouterr()
+    assert ended.value.code == 2 and printed in (None, out)
     assert error.count("\n") == 1, error
     assert error.startswith(f"{program or module.__name__.removeprefix('isogloss.')}: "), error
     return error
