@@ -258,8 +258,9 @@ def test_templates_read_arguments_as_text_and_thoughts_by_any_name(encoder, mark
         + "{{ c.function.name + c.function.arguments }}{% endfor %}<|im_end|>" + END + NL,
         CHATML, CHATML_PROMPT)
     reader = encoder(template if marked else template.replace(BEGIN, "").replace(END, ""))
-    chat = [asks(), says(reasoning="look: ", tool_calls=calls("\u00c5s"))]
-    assert render(chat, reader).words(1) == 'look: weather{"city": "\u00c5s"}'
+    for name in ("reasoning_content", "reasoning", "thinking"):
+        chat = [asks(), says(tool_calls=calls("\u00c5s"), **{name: "look: "})]
+        assert render(chat, reader).words(1) == 'look: weather{"city": "\u00c5s"}'
 
 
 def test_what_two_texts_have_in_common():
