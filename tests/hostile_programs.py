@@ -8,22 +8,27 @@ As a script it runs all of them and prints {name: status}:
 import json
 import sys
 
+# what all of them begin with
+PRELUDE = """
+import ctypes, mmap, os, resource, signal, socket, subprocess, sysconfig, threading, time
+libc = ctypes.CDLL(None)
+
+def attempt(action, *arguments):
+    try:
+        print("escaped", action(*arguments))
+    except (OSError, ValueError):
+        pass
+"""
 # {secret}: a file of the host; {port}: where the host listens; {pid}: of a process of the host
 PROGRAMS = {
     "reads a file of the host": """
-print("escaped", open({secret!r}).read())
+attempt(lambda: open({secret!r}).read())
 """,
     "writes a file of the host": """
-import os
 for path in ({secret!r}, {secret!r} + ".new", "/program.py", "/new", os.__file__):
-    try:
-        open(path, "w").write("taken")
-        print("escaped", path)
-    except OSError:
-        pass
+    attempt(lambda: open(path, "w").write("taken"))
 """,
     "lists the host": """
-import os
 for folder in ("/home", "/etc", "/usr/bin", "/var", "/sys", "/proc", "/mnt", "/run"):
     names = os.listdir(folder) if os.path.exists(folder) else []
     if [name for name in names if not name.startswith("python")]:
@@ -32,36 +37,26 @@ if os.listdir("/tmp"):
     print("escaped /tmp")
 """,
     "opens a socket": """
-import socket
 for family, address in (
     (socket.AF_INET, ("127.0.0.1", {port})), (socket.AF_INET6, ("::1", {port}, 0, 0)),
     (socket.AF_UNIX, "/run/docker.sock"),
 ):
-    try:
-        one = socket.socket(family)
-        one.connect(address)
-        print("escaped", family)
-    except OSError:
-        pass
+    attempt(lambda: socket.socket(family).connect(address))
 """,
     "reads the environment": """
-import os
 if "SECRET" in os.environ or os.path.exists("/proc/self/environ"):
     print("escaped", os.environ)
-import ctypes
-get = ctypes.CDLL(None).getenv
+get = libc.getenv
 get.restype = ctypes.c_char_p
 if get(b"SECRET") or get(b"PATH") or get(b"HOME"):
     print("escaped")
 """,
     "is a fork bomb": """
-import os
 while True:
     os.fork()
     print("escaped", flush=True)
 """,
     "is a bomb of threads": """
-import threading, time
 while True:
     threading.Thread(target=time.sleep, args=(60,)).start()
     print("escaped", flush=True)
@@ -75,8 +70,6 @@ while True:
         break
 """,
     "takes memory beside its limit": """
-import ctypes, os
-libc = ctypes.CDLL(None)
 if libc.memfd_create(b"x", 0) >= 0 or libc.shmget(0, 1 << 30, 0o1600) >= 0:
     print("escaped")
 written = 0
@@ -91,80 +84,47 @@ if written > 1 << 25:
     print("escaped", written)
 """,
     "fills its standard input": """
-import mmap, os
+def fill(fd):
+    written = 0
+    while written < 1 << 28:
+        written += os.pwrite(fd, bytes(1 << 20), written)
+
 for fd in (0, *range(3, 64)):  # 1 is a pipe that is counted, 2 is /dev/null
-    try:
-        written = 0
-        while written < 1 << 28:
-            written += os.pwrite(fd, bytes(1 << 20), written)
-        print("escaped", fd)
-    except OSError:
-        pass
-    try:
-        os.ftruncate(fd, 1 << 28)
-        print("escaped", fd)
-    except OSError:
-        pass
-    try:
-        mmap.mmap(fd, 0, mmap.MAP_SHARED, mmap.PROT_READ | mmap.PROT_WRITE)
-        print("escaped", fd)
-    except (OSError, ValueError):
-        pass
+    attempt(fill, fd)
+    attempt(os.ftruncate, fd, 1 << 28)
+    attempt(mmap.mmap, fd, 0, mmap.MAP_SHARED, mmap.PROT_READ | mmap.PROT_WRITE)
 """,
     "opens its standard input anew": """
-import os
 for fd in range(64):
     for path in (f"/dev/fd/{fd}", f"/proc/self/fd/{fd}"):
-        try:
-            os.open(path, os.O_RDWR)
-            print("escaped", path)
-        except OSError:
-            pass
+        attempt(os.open, path, os.O_RDWR)
 """,
     "makes files without an end": """
-import os
 os.close(1)
 for number in range(1 << 16):
     os.close(os.open(f"/tmp/{number}", os.O_CREAT | os.O_WRONLY))
 """,
     "makes folders without an end": """
-import os
 for number in range(1 << 16):
     os.mkdir(f"/tmp/{number}")
 print("escaped")
 """,
     "writes where packages would be": """
-import os, sys, sysconfig
 for name in ("site-packages", "dist-packages"):
     path = os.path.join(sysconfig.get_path("stdlib"), name)
-    try:
-        os.chmod(path, 0o777)
-        print("escaped", path)
-    except OSError:
-        pass
-    try:
-        open(path + "/x", "w")
-        print("escaped", path)
-    except OSError:
-        pass
+    attempt(os.chmod, path, 0o777)
+    attempt(open, path + "/x", "w")
 """,
     "never ends": """
-import signal
 signal.signal(signal.SIGXCPU, signal.SIG_IGN)
 while True:
     pass
 """,
     "raises its limits": """
-import resource
 for limit in (resource.RLIMIT_AS, resource.RLIMIT_CPU, resource.RLIMIT_NOFILE):
-    try:
-        resource.setrlimit(limit, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
-        print("escaped", limit)
-    except (OSError, ValueError):
-        pass
+    attempt(resource.setrlimit, limit, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
 """,
     "kills what started it": """
-import os
 for pid in (os.getppid(), {pid}, -1, 1):
     try:
         os.kill(pid, 9)
@@ -174,12 +134,7 @@ while os.getppid() > 1:
     pass
 """,
     "leaves a grandchild": """
-import os, subprocess
-try:
-    subprocess.Popen(["/bin/sh", "-c", "sleep 600"], start_new_session=True)
-    print("escaped")
-except OSError:
-    pass
+attempt(lambda: subprocess.Popen(["/bin/sh", "-c", "sleep 600"], start_new_session=True))
 if os.fork() == 0:
     os.setsid()
     if os.fork() == 0:
@@ -188,8 +143,6 @@ if os.fork() == 0:
 print("escaped")
 """,
     "traces a process": """
-import ctypes
-libc = ctypes.CDLL(None)
 local = (ctypes.c_long * 2)()
 for pid in ({pid}, 1):
     if libc.ptrace(16, pid, 0, 0) == 0:
@@ -198,8 +151,6 @@ for pid in ({pid}, 1):
         print("escaped")
 """,
     "reads /proc of others": """
-import ctypes, os
-libc = ctypes.CDLL(None)
 os.mkdir("/tmp/proc")
 libc.mount(b"proc", b"/tmp/proc", b"proc", 0, None)
 for path in ("/proc/1/environ", "/proc/{pid}/cmdline", "/tmp/proc/1/environ"):
@@ -207,18 +158,12 @@ for path in ("/proc/1/environ", "/proc/{pid}/cmdline", "/tmp/proc/1/environ"):
         print("escaped", path)
 """,
     "links out of its folder": """
-import os
 os.symlink({secret!r}, "/tmp/link")
 os.symlink("/", "/tmp/root")
 for path in ("/tmp/link", "/tmp/root" + {secret!r}, "../../../.." + {secret!r}):
-    try:
-        print("escaped", open(path).read())
-    except OSError:
-        pass
+    attempt(lambda: open(path).read())
 """,
     "opens a box of its own": """
-import ctypes, os
-libc = ctypes.CDLL(None)
 if libc.unshare(0x10000000) == 0 or libc.chroot(b"/tmp") == 0 or os.getuid() == 0:
     print("escaped")
 """,
@@ -240,9 +185,10 @@ def run_all(secret, port, pid):
     except ImportError:  # copied beside this file
         import sandbox
 
+    assert sandbox.run(PRELUDE + "attempt(int)").stdout == "escaped 0\n"
     results = {}
     for name, program in PROGRAMS.items():
-        text = program.replace("{secret!r}", repr(secret)).replace("{port}", str(port))
+        text = PRELUDE + program.replace("{secret!r}", repr(secret)).replace("{port}", str(port))
         results[name] = sandbox.run(text.replace("{pid}", str(pid)), seconds=1, mib=MIB)
     return results
 

@@ -75,11 +75,11 @@ def run_all(num_ranks, *argv_list):
     assert codes == [[0] * len(argv_list)] * num_ranks, argv_list
 
 
-def run_and_listen(argv):
-    """Run a command line on this rank; return (exit codes, what it says)."""
+def run_and_listen(*argv_list):
+    """Run command lines on this rank; return (exit codes, what they say)."""
     said = io.StringIO()
     with contextlib.redirect_stderr(said):
-        codes = run_distill([argv])
+        codes = run_distill(argv_list)
     return codes, said.getvalue()
 
 

@@ -32,8 +32,8 @@ from jobs import (
     check_same_curve,
     ds_config,
     losses_of,
+    run_all,
     run_and_listen,
-    run_distill,
     write_corpus,
 )
 from steps import uneven_samples
@@ -96,13 +96,15 @@ def caches(models, data, tmp_path_factory):
     return {kind: folder / kind for kind in kinds}
 
 
-@pytest.mark.parametrize("flags", [[], ["--sampled", "--streaming", "--temperature=2.0"]])
+@pytest.mark.parametrize("flags, of_killed", [
+    ([], []), (["--sampled", "--temperature=2.0"], ["--streaming"])])
 def test_a_killed_writer_goes_on_and_the_cache_is_the_same_bit_by_bit(
-        models, data, flags, tmp_path):
+        models, data, flags, of_killed, tmp_path):
+    """Also where the killed one reads a stream of the same data."""
     commands = []
-    for name in ("whole", "killed"):
+    for name, more in (("whole", []), ("killed", of_killed)):
         commands.append([f"--teacher={models[1]}", *data, f"--output={tmp_path / name}",
-                         "--top_k=9", "--batch_tokens=300", *flags])
+                         "--top_k=9", "--batch_tokens=300", *flags, *more])
     ranks.run(1, write, commands[:1], 20_000)
     whole = bytes_of(tmp_path / "whole")
     assert sum(name.startswith("shard") for name in whole) > 4
@@ -130,11 +132,11 @@ def test_a_killed_writer_goes_on_and_the_cache_is_the_same_bit_by_bit(
     assert all(torch.equal(after[name], before[name]) for name in before)
 
 
-def test_a_stream_is_cached_as_other_data_are(models, data, caches, tmp_path):
-    common = [f"--teacher={models[1]}", *data, "--top_k=20", "--streaming"]
-    commands = [[*common, f"--output={tmp_path / 'streamed'}"]]
-    ranks.run(2, write, commands)
-    assert bytes_of(tmp_path / "streamed") == bytes_of(caches["20"])
+def end_of_writer(argv):
+    said = io.StringIO()
+    with contextlib.redirect_stderr(said), contextlib.suppress(SystemExit):
+        write([argv])
+    return said.getvalue()
 
 
 def end_of_changed_data(argv, path, change):
@@ -152,10 +154,7 @@ def end_of_changed_data(argv, path, change):
         return surveyed
 
     cache.survey = survey_and_change
-    said = io.StringIO()
-    with contextlib.redirect_stderr(said), contextlib.suppress(SystemExit):
-        write([argv])
-    return said.getvalue()
+    return end_of_writer(argv)
 
 
 @pytest.mark.parametrize("change, complaint", [
@@ -180,8 +179,8 @@ def test_caches_beside_teachers_on_ranks_of_their_own(models, data, caches, tmp_
         curves = []
         for num_ranks, flags in ((1, []), (2, ["--teacher_ranks=1"])):
             output = tmp_path / f"{weights}{num_ranks}"
-            line = [*argv, *flags, f"--teacher_weights={weights}", f"--output_dir={output}"]
-            assert ranks.run(num_ranks, run_distill, [line]) == [[0]] * num_ranks
+            run_all(num_ranks, [*argv, *flags, f"--teacher_weights={weights}",
+                                f"--output_dir={output}"])
             curves.append(losses_of(output))
         check_same_curve(*curves, 1e-4, 1e-6, weights)
     alone = [*argv[:-1], f"--teacher_cache={caches['20']}", "--teacher_ranks=1",
@@ -196,18 +195,17 @@ class Reading:
     Attributes:
         live: ModelTeacher.
         cached: {kind: CachedTeacher}.
-        cfg: Config with the live teacher.
     """
 
-    def __init__(self, cfg, folders):
-        self.cfg = cfg
-        self.student, _ = load_text_encoder("student", cfg.student, cfg.max_length)
+    def __init__(self, models, data, folders):
+        device = start_distributed()
+        cfg = Config(student=str(models[0]), teacher=str(models[1]), data=data)
+        self.student, _ = load_text_encoder("student", cfg.student, 200)
         self.teacher, _ = load_text_encoder("teacher", cfg.teacher, 0)
-        device = torch.device("cpu")
         self.live = load_replicated(cfg.teacher_kind.of(cfg, self.teacher, device))
         self.cached = {}
         for kind, folder in folders.items():
-            of_cache = Config(student=cfg.student, data=cfg.data, teacher_cache=str(folder))
+            of_cache = Config(student=cfg.student, data=data, teacher_cache=str(folder))
             spec = of_cache.teacher_kind.of(of_cache, self.teacher, device)
             self.cached[kind] = CachedTeacher(spec)
 
@@ -218,19 +216,19 @@ class Reading:
         return batch
 
     def check(self, samples, tolerances, **options):
-        """Compare the probabilities of all positions of a batch with a text."""
+        """Compare the probabilities of all positions of a batch with a text, for {kind: nats}."""
         batch = self.batch(samples, **options)
         positions = (batch.labels.flatten() != -100).nonzero().squeeze(1)
         assert len(positions)
         expected = self.live.targets(batch)(positions).log_softmax(-1)
         labels = batch.labels.flatten()[positions][:, None]
-        for kind, source in self.cached.items():
-            logits = source.targets(batch)
+        for kind, tolerance in tolerances.items():
+            logits = self.cached[kind].targets(batch)
             rows = logits(positions)
             logp = rows.log_softmax(-1)[:, : expected.shape[1]]
             is_kept = logp > -torch.inf
             error = (logp - expected)[is_kept].abs().max()
-            assert error <= tolerances[kind], (kind, options, error)
+            assert error <= tolerance, (kind, options, error)
             if kind != "hidden":
                 of_label = logits.scores.at(positions).logp_T
                 assert (of_label - expected.gather(1, labels).squeeze(1)).abs().max() < 2e-5
@@ -250,17 +248,17 @@ class Reading:
                     source.targets(batch)
             tokens[0, place] = right
 
-    def check_draws(self, samples, kind, seed, **options):
+    def check_draws(self, samples, **options):
         """Compare rows of draws with what is drawn from the live rows of a batch."""
         batch = self.batch(samples, **options)
-        source = self.cached[kind]
+        source = self.cached["drawn"]
         order = byte_order(self.teacher.table)
         rows_of_cache = source.targets(batch)
         live = self.live.targets(batch)
         num_same = 0
         num_rows = 0
         for text in batch_texts(batch):
-            uniform = uniform_numbers(seed, batch.keys[text.sample].numpy(), len(text.positions))
+            uniform = uniform_numbers(3, batch.keys[text.sample].numpy(), len(text.positions))
             logits = live(text.positions).float()[:, order.ids_W]
             kept = keep_tokens(logits, source.manifest.top_k, text.tokens[1:], order, 1.0, uniform)
             expected = estimated(kept.scored, kept.num_drawn_N)(torch.arange(len(text.positions)))
@@ -275,42 +273,26 @@ class Reading:
         assert num_same >= 0.99 * num_rows > 0, (num_same, num_rows)
 
 
-def reading_of(models, data, caches):
-    start_distributed()
-    cfg = Config(student=str(models[0]), teacher=str(models[1]), data=data, max_length=200)
-    return Reading(cfg, caches)
-
-
-def read_all(models, data, caches, samples, tolerances):
-    """Compare caches with the teacher in one process, in batches of all kinds."""
-    reading = reading_of(models, data, caches)
-    for options in ({}, {"pack": True}, {"sequence_rank": 1, "sequence_size": 2}):
-        reading.check(samples, tolerances, **options)
-    reading.check_tokens(samples)
-    reading.student.max_length = 23  # another cut is a beginning of the same text
-    reading.check(samples, tolerances)
-
-
-def read_draws(models, data, folder, samples):
-    """Compare a cache of draws with what is drawn live, in batches of several kinds."""
-    reading = reading_of(models, data, {"drawn": folder})
-    reading.check_draws(samples, "drawn", 3)
-    reading.check_draws(samples, "drawn", 3, pack=True)
-    reading.student.max_length = 23
-    reading.check_draws(samples, "drawn", 3)
-
-
 # nats; a live row differs by this much from itself in another batch
 # "softened" also holds what a loss reads at temperature 1, as is done here
 EXACT = {"hidden": 3e-5, "all": 3e-5, "20": 1e-3, "softened": 1e-3}
 
 
+def read_all(models, data, caches, samples):
+    """Compare caches with the teacher in one process, in batches of all kinds."""
+    reading = Reading(models, data, caches)
+    for options in ({}, {"pack": True}, {"sequence_rank": 1, "sequence_size": 2}):
+        reading.check(samples, EXACT, **options)
+    for options in ({}, {"pack": True}):
+        reading.check_draws(samples, **options)
+    reading.check_tokens(samples)
+    reading.student.max_length = 23  # another cut is a beginning of the same text
+    reading.check(samples, EXACT)
+    reading.check_draws(samples)
+
+
 def test_a_cache_says_what_the_teacher_says(models, data, texts, caches):
-    samples = uneven_samples(texts)
-    source = data[0].partition("=")[2]
-    exact = {kind: caches[kind] for kind in EXACT}
-    ranks.run(1, read_all, models, source, exact, samples, EXACT)
-    ranks.run(1, read_draws, models, source, caches["drawn"], samples)
+    ranks.run(1, read_all, models, data[0].partition("=")[2], caches, uneven_samples(texts))
 
 
 def flip_a_bit(path):
@@ -393,16 +375,10 @@ def test_what_does_not_fit_ends_with_one_line(models, untied, texts, data, cache
     check_refusals(flags, cases)
 
 
-def writer_refusals(argv_list, folder):
-    """Return the line that each command ends with; the folder is being written by another."""
-    lines = []
+def end_beside_another(argv, folder):
+    """Return the line with which a writer ends while another one writes to a folder."""
     with cache.locked(folder):
-        for argv in argv_list:
-            said = io.StringIO()
-            with contextlib.redirect_stderr(said), contextlib.suppress(SystemExit):
-                write([argv])
-            lines.append(said.getvalue())
-    return lines
+        return end_of_writer(argv)
 
 
 def test_a_writer_does_not_mix_caches(models, data, caches, tmp_path):
@@ -421,12 +397,18 @@ def test_a_writer_does_not_mix_caches(models, data, caches, tmp_path):
         "--hidden --top_k=20": "--hidden with --top_k 20", "--hidden --sampled": "with --sampled",
         "--hidden --temperature=2.0": "with --temperature 2.0", "--seed=1": "is of --sampled",
         "--sampled --seed=-1": "--seed -1", "--hidden --logp_bits=32": "with --logp_bits 32"}
+    of_server = {
+        "--hidden": "--hidden with --teacher http://h: a server gives its most likely",
+        "--temperature=2": "their mass at temperature 1",
+        "--teacher_tp=2": "which is for a model that this job loads"}
+    for flags, expected in of_server.items():
+        unfit[f"--teacher=http://h --teacher_tokenizer=T {flags}"] = expected
     for flags, expected in unfit.items():
         with pytest.raises(ValueError, match=expected):
             parse_flags(cache.Args, [*common, f"--output={tmp_path / 'no'}", *flags.split()])
     lines = []
     for argv in commands:  # a refused command ends its process group
-        lines += ranks.run(1, writer_refusals, [argv], begun)[0]
+        lines += ranks.run(1, end_beside_another, argv, begun)
     expected = ["top_k 20 there, 30 here", "holds other files", "another process is writing", ""]
     for text, line in zip(expected, lines, strict=True):
         assert text in line and line.count("\n") <= 1, line

@@ -1,7 +1,6 @@
 """chat.py: two renderings of a chat meet message by message, and only there."""
 
 import copy
-import json
 import re
 import shutil
 
@@ -10,7 +9,6 @@ import pytest
 import torch
 
 import ranks
-from isogloss import demo
 from isogloss.align import TokenTable
 from isogloss.data.batch import Collator, PairOptions
 from isogloss.data.chat import common_regions, encode_chat, pair_chats, render
@@ -21,7 +19,7 @@ from isogloss.data.turns import SkippedChat
 from isogloss.errors import DataError
 from isogloss.inputs import build_collator
 from isogloss.tiles import StoredLogits
-from jobs import ds_config, job_for, run_all
+from jobs import ds_config, job_for, write_corpus
 from test_sample import spelled
 
 CHATML = (
@@ -35,11 +33,6 @@ PLAIN = (
     "{% if '</think>' in m.content %}{{ m.content.split('</think>')[1] | trim }}"
     "{% else %}{{ m.content | trim }}{% endif %}"
     "{{ eos_token if m.role == 'assistant' else '' }}\n{% endfor %}")
-WITH_CALLS = (
-    "{% for m in messages %}[{{ m.role }}] "
-    "{% if m.reasoning_content %}({{ m.reasoning_content }}){% endif %}{{ m.content }}"
-    "{% for c in m.tool_calls or [] %}{{ c.function.name }}{{ c.function.arguments | tojson }}"
-    "{% endfor %}{{ eos_token }}{% endfor %}")
 CHAT = [
     {"role": "user", "content": "user"},
     {"role": "assistant", "content": " the value \n"},
@@ -47,12 +40,6 @@ CHAT = [
     {"role": "assistant", "content": "<think>\nlong\n</think>\n\nIt is the index."},
 ]
 THOUGHT = "<think>\nlong\n</think>\n\n"
-CHAT_WITH_CALLS = [
-    {"role": "user", "content": "look"},
-    {"role": "assistant", "content": "",
-     "tool_calls": [{"function": {"name": "look", "arguments": {"at": "the index"}}}]},
-    {"role": "assistant", "content": "the index", "reasoning_content": "the value"},
-]
 
 
 def with_templates(tokenizers, student_template=CHATML, teacher_template=PLAIN):
@@ -95,29 +82,6 @@ def shared_bytes(encoders, batch, row=0):
         assert of_student == of_teacher
         shared += of_student
     return shared
-
-
-def words_of(rendering, number):
-    """Return what the assistant says in a turn of a Rendering."""
-    turn = rendering.turns[number]
-    return rendering.data[turn.begin : turn.end].decode(errors="replace")
-
-
-def text_of(messages, encoder):
-    return encoder.tokenizer.apply_chat_template(messages, tokenize=False)
-
-
-def test_thoughts_and_calls_are_part_of_a_turn(tokenizers):
-    encoders = with_templates(tokenizers, WITH_CALLS, WITH_CALLS)
-    renderings = [render(CHAT_WITH_CALLS, encoder) for encoder in encoders]
-    said = [' look{"at": "the index"}', " (the value)the index"]
-    assert [words_of(renderings[0], number) for number in (1, 2)] == said
-    regions = common_regions(*renderings)
-    assert [(region.num_bytes, bool(region.end_pair)) for region in regions] == [
-        (len(words), True) for words in said]
-    counts = collator(encoders)([CHAT_WITH_CALLS]).counts.pairs[0]
-    assert counts.source_bytes == sum(map(len, said)) == counts.aligned_bytes
-    assert counts.unmatched_bytes == 0
 
 
 def test_an_empty_turn_ends_too(encoders):
@@ -230,7 +194,7 @@ def test_all_of_the_rendering_is_learned_on_request(encoders):
     assert encoded.learned.all()
     special = encoders[0].table.special[rendering.ids]
     assert (encoded.num_bytes[special] == -1).all() and (encoded.num_bytes[~special] >= 0).all()
-    size = len(text_of(CHAT, encoders[0]).encode())
+    size = len(encoders[0].tokenizer.apply_chat_template(CHAT, tokenize=False).encode())
     names = len(CHAT) * (len("<|im_start|>") + len("<|im_end|>"))
     assert encoded.num_bytes.clip(min=0).sum() == size - names
 
@@ -361,83 +325,14 @@ def test_what_only_the_teachers_template_writes_says_nothing(models, texts, tmp_
         copied = shutil.copytree(folder, tmp_path / folder.name)
         (copied / "chat_template.jinja").write_text(template)
         folders.append(copied)
-    data = tmp_path / "chats.jsonl"
     chats = []  # of words that end anywhere
     for number in range(16):
         thought, said = texts[number][: 20 + number], texts[-number][: 30 + number]
         chats.append([{"role": "user", "content": "look"}, {
             "role": "assistant", "content": said, "reasoning_content": thought}])
-    data.write_text("".join(json.dumps({"messages": chat}) + "\n" for chat in chats))
-    flags = {"student": str(folders[0]), "teacher": str(folders[1]), "data": str(data),
-             "text_key": "messages", "max_length": 250, "output_dir": str(tmp_path / "run"),
+    flags = {"student": str(folders[0]), "teacher": str(folders[1]), "max_length": 250,
+             "data": write_corpus(tmp_path, chats, 16), "output_dir": str(tmp_path / "run"),
              "ds_config": ds_config(tmp_path / "ds.json", 0, 1, 1), "num_workers": 0}
     [values] = ranks.run(1, values_of_losses, flags, chats)
     for loss, (value, other) in values.items():
         assert value > 0.01 and other == pytest.approx(value, rel=1e-5), loss
-
-
-QWEN = (
-    "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.reasoning_content %}<think>\n"
-    "{{ m.reasoning_content }}\n</think>\n\n{% endif %}{{ m.content }}"
-    "{% for c in m.tool_calls or [] %}<tool_call>\n{\"name\": \"{{ c.function.name }}\", "
-    "\"arguments\": {{ c.function.arguments | tojson }}}\n</tool_call>{% endfor %}<|im_end|>\n"
-    "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}")
-CITIES = ("Paris London Rome Madrid Vienna Athens Dublin Lisbon Prague Warsaw Berlin Tokyo Cairo "
-          "Lima Oslo Quito Bogota Manila Ankara Bergen Bilbao Boston Cannes Denver Geneva Havana "
-          "Jakarta Krakow Lagos Miami Munich Naples Odessa Oxford Porto Sydney Delhi Seoul Kabul "
-          "Nairobi").split()
-LLAMA = (
-    "{% for m in messages %}<|header|>{{ m.role }}<|/header|>\n\n{% if m.reasoning_content %}"
-    "<think>{{ m.reasoning_content }}</think>\n{% endif %}{{ m.content | trim }}"
-    "{% for c in m.tool_calls or [] %}{\"name\": \"{{ c.function.name }}\", \"parameters\": "
-    "{{ c.function.arguments | tojson }}}{% endfor %}<|eot|>{% endfor %}"
-    "{% if add_generation_prompt %}<|header|>assistant<|/header|>\n\n{% endif %}")
-
-
-@pytest.mark.slow
-def test_a_student_calls_through_a_template_of_its_own(tmp_path, texts):
-    """It learns of a teacher whose calls look otherwise to think, to call, and to stop."""
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    chats = []
-    for city in CITIES:
-        call = {"type": "function",
-                "function": {"name": "weather", "arguments": json.dumps({"city": city})}}
-        chats.append([{"role": "user", "content": f"The weather in {city}?"},
-                      {"role": "assistant", "content": None, "tool_calls": [call],
-                       "reasoning_content": f"It is about {city}. I call a tool."}])
-    data = tmp_path / "chats.jsonl"
-    data.write_text("".join(json.dumps({"text": chat}) + "\n" for chat in chats[:-4]))
-    corpus = [*map(json.dumps, chats), *texts[:200]]
-    shape = dict(hidden_size=64, intermediate_size=192, num_hidden_layers=3, num_attention_heads=4,
-                 num_key_value_heads=4, max_position_embeddings=256)
-    for seed, (name, tokenizer, template, names) in enumerate([
-            ("teacher", demo.byte_level_bpe(corpus, 500), QWEN, ["<|im_end|>", "<|im_start|>"]),
-            ("student", demo.unigram(corpus, 400), LLAMA, ["<|eot|>", "<|header|>", "<|/header|>"]),
-    ]):
-        tokenizer.add_special_tokens({"additional_special_tokens": names})
-        tokenizer.eos_token = names[0]
-        tokenizer.chat_template = template
-        model = demo.llama(tokenizer, shape, seed)
-        model.resize_token_embeddings(len(tokenizer))
-        model.generation_config.eos_token_id = tokenizer.eos_token_id
-        model.save_pretrained(tmp_path / name)
-        tokenizer.save_pretrained(tmp_path / name)
-    optimizer = {"type": "AdamW", "params": {"lr": 3e-3, "torch_adam": True}}
-    flags = [f"--data={data}", "--steps=150", "--max_length=250", "--num_workers=0",
-             f"--ds_config={ds_config(tmp_path / 'ds.json', 0, 8, 1, optimizer=optimizer)}"]
-    run_all(1, [*flags, f"--student={tmp_path / 'teacher'}", "--kd_weight=0",
-                f"--output_dir={tmp_path / 'first'}", f"--export={tmp_path / 'taught'}"],
-            [*flags, f"--student={tmp_path / 'student'}", f"--teacher={tmp_path / 'taught'}",
-             f"--output_dir={tmp_path / 'run'}", f"--export={tmp_path / 'exported'}"])
-    model = AutoModelForCausalLM.from_pretrained(tmp_path / "exported")
-    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "exported")
-    for chat in chats[-4:]:  # which it has not seen
-        prompt = tokenizer.apply_chat_template(chat[:1], add_generation_prompt=True,
-                                               return_tensors="pt", return_dict=True)
-        ids = model.generate(**prompt, do_sample=False, max_new_tokens=120)[0]
-        written = ids[prompt["input_ids"].shape[1] :]
-        thought, call = tokenizer.decode(written[:-1]).split("</think>")
-        assert thought.startswith("<think>It is about") and written[-1] == tokenizer.eos_token_id
-        call = json.loads(call)
-        assert call["name"] == "weather" and list(call["parameters"]) == ["city"]

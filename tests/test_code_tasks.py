@@ -4,7 +4,6 @@ import gzip
 import json
 import math
 from itertools import combinations
-from pathlib import Path
 
 import pytest
 import torch
@@ -25,10 +24,9 @@ from isogloss.evaluation.code_tasks import (
 )
 from isogloss.evaluation.task_suite import load_suite
 from isogloss.evaluation.tasks import TaskOptions, load_code_task
+from test_sandbox import needs_sandbox
 from test_tasks import loaded
 
-needs_sandbox = pytest.mark.skipif(
-    sandbox.why_unavailable() is not None, reason=str(sandbox.why_unavailable()))
 # A program takes 50 ms; the tasks as a whole, 542 programs and 20 heavy ones among them, minutes.
 EVERY = 8
 
@@ -371,9 +369,3 @@ def test_without_a_sandbox_code_tasks_are_refused(monkeypatch):
     task = load_code_task("humaneval_plus", unsafe)
     numbers, _ = task.judged(task.items[0], ["\n" + task.items[0].reference])
     assert numbers == [1, 1, 0]
-
-
-def test_the_runner_needs_the_standard_library_alone():
-    text = Path(code_tasks.code_runner.__file__).read_text()
-    imports = [line.split()[1] for line in text.splitlines() if line.startswith(("import", "from"))]
-    assert set(imports) == {"json", "math", "os", "sys", "time", "dataclasses"}

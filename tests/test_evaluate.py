@@ -12,6 +12,7 @@ from isogloss import distill, once_in_a_while
 from isogloss.evaluation.evaluate import PairSums, add_agreement
 from isogloss.inputs import build_collator
 from jobs import ds_config, job_for, losses_of, run_distill, write_corpus
+from steps import flags_for
 
 TEXTS = ["The quick brown fox said hello to the 201 dogs.", "An index of the value, and its name."]
 
@@ -82,9 +83,8 @@ def test_equals_loops_over_tokens(models, tokenizers, tables, texts, tmp_path, t
     """What is kept of the teacher for the loss does not change what it says of the text."""
     from transformers import AutoModelForCausalLM
 
-    flags = dict(student=str(models[0]), teacher=str(models[1]), max_length=200, eval_rows=2,
-                 data=write_corpus(tmp_path, texts, 9), output_dir=str(tmp_path),
-                 ds_config=ds_config(tmp_path / "ds.json", 2, 3, 1))
+    flags = flags_for(models, texts, tmp_path, max_length=200, eval_rows=2,
+                      ds_config=ds_config(tmp_path / "ds.json", 2, 3, 1))
     if top_k:
         flags |= {"teacher_output": "topk", "teacher_output_topk": top_k}
     [metrics] = ranks.run(1, evaluated, flags, TEXTS)
@@ -115,9 +115,8 @@ def evaluated_beside_nothing(flags_list, texts):
 
 def test_a_batch_with_nothing_to_judge_adds_nothing(models, texts, tmp_path):
     """As of the rank that has no row in the last round, and of empty texts."""
-    flags = dict(student=str(models[0]), teacher=str(models[1]), max_length=90, eval_rows=2,
-                 data=write_corpus(tmp_path, texts, 9), output_dir=str(tmp_path),
-                 ds_config=ds_config(tmp_path / "ds.json", 0, 2, 1))
+    flags = flags_for(models, texts, tmp_path, max_length=90, eval_rows=2,
+                      ds_config=ds_config(tmp_path / "ds.json", 0, 2, 1))
     of_top_k = flags | {"teacher_output": "topk", "teacher_output_topk": 20}
     whole = flags | {"tiled": False, "loss": "gold", "teacher_output": "logits"}
     [of_kinds] = ranks.run(1, evaluated_beside_nothing, [flags, of_top_k, whole], TEXTS)

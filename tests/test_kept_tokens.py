@@ -188,21 +188,6 @@ def test_what_is_known_of_awkward_rows(real_table, temperature, num_entries, dra
     torch.testing.assert_close(as_they_are[is_kept], logits[is_kept], rtol=1e-5, atol=1e-4)
 
 
-@pytest.mark.parametrize("num_entries", [1, 5, 100])
-def test_a_row_is_chosen_as_if_it_was_alone(real_table, num_entries):
-    order = byte_order(real_table)
-    logits = awkward_rows(len(real_table))
-    labels = torch.arange(len(logits))
-    uniform = torch.full((len(logits),), 0.7, dtype=torch.float64)
-    together = keep_tokens(logits, num_entries, labels, order, 1.0, uniform)
-    for row in range(len(logits)):
-        one = slice(row, row + 1)
-        alone = keep_tokens(logits[one], num_entries, labels[one], order, 1.0, uniform[one])
-        values = (*alone.scored.tensors(), *alone[1:])
-        for value, expected in zip(values, (*together.scored.tensors(), *together[1:])):
-            assert torch.equal(value, expected[one])
-
-
 def test_a_row_that_is_no_distribution_says_nothing():
     order = byte_order(table_of(SPELLED))
     logits = logits_of(4, len(SPELLED))
@@ -216,10 +201,8 @@ def test_a_row_that_is_no_distribution_says_nothing():
         assert kept.logits.logp_TK[3].isfinite().all()
 
 
-def test_wrong_numbers_are_refused():
+def test_rows_of_another_vocabulary_are_refused():
     order = byte_order(table_of(SPELLED))
-    with pytest.raises(IndexError, match="index 99 is out of bounds"):
-        keep_tokens(logits_of(2, len(SPELLED)), 5, torch.tensor([0, 99]), order)
     with pytest.raises(ValueError, match="20 logits of 19 tokens"):
         keep_tokens(logits_of(2, 20), 5, torch.tensor([0, 1]), order)
 

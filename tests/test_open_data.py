@@ -347,6 +347,8 @@ def test_saved_splits_are_read(tmp_path):
     datasets.DatasetDict(parts).save_to_disk(tmp_path / "saved", num_shards=dict.fromkeys(parts, 2))
     for name in parts:
         assert texts(tmp_path / "saved", name) == [name] * 3
+    parts["test"].save_to_disk(tmp_path / "alone")
+    assert texts(tmp_path / "alone") == ["test"] * 3
     for features in (None, datasets.Features(chat=datasets.Json())):
         rows = [{"chat": PLAIN}, {"chat": WITH_CALL}]
         folder = tmp_path / f"saved_{features is None}"
@@ -395,7 +397,7 @@ def test_files_at_an_address_are_read(tmp_path, address):
     check_refused(r"--data http.*none\.jsonl: cannot be read", f"{address}/none.jsonl")
 
 
-def test_any_file_system_that_fsspec_knows_will_do(tmp_path):
+def test_any_file_system_that_fsspec_knows_will_do():
     """As hf:// and s3:// do."""
     memory = fsspec.filesystem("memory")
     for number in range(2):
@@ -493,22 +495,6 @@ def test_tools_and_prompts_reach_the_examples(tmp_path, tokenizers):
         [example] = [data.reader(row) for row in data.train_data]
         assert example.content == [USER, ANSWER] and example.context == 1
         assert example.tools == [TOOL]
-
-
-WRONG_FLAGS = {
-    "expected a JSON object like": {"template_kwargs": "enable_thinking"},
-    "--template_kwargs: tokenize is not for templates": {"template_kwargs": '{"tokenize": true}'},
-    "name the column of prompts with --prompt_key": {"completion_key": "a"},
-    "both name what is learned": {"completion_key": "a", "prompt_key": "b", "text_key": "c"},
-    "say by --eval_rows how many": {"streaming": True, "eval_data": "a"},
-    "--txt_samples page: expected one of line, paragraph, file": {"txt_samples": "page"},
-}
-
-
-@pytest.mark.parametrize("message", WRONG_FLAGS)
-def test_flags_that_contradict_one_another_are_refused(message):
-    with pytest.raises(ValueError, match=message):
-        Config(student="s", teacher="t", data="d", **WRONG_FLAGS[message])
 
 
 # --- whole runs -----------------------------------------------------------------------------------

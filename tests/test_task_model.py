@@ -10,8 +10,7 @@ from isogloss.evaluation.harness import Written
 from isogloss.evaluation.task_model import TaskEncoder, TextStop, write_answers
 from isogloss.evaluation.tasks import TaskOptions
 
-NAMES = ("gpt2", "llama2", "llama3", "mistral_v7", "qwen2", "t5", "deepseek_coder", "tok512",
-         "wordpiece")
+NAMES = "gpt2", "llama2", "llama3", "t5", "tok512", "wordpiece"
 WINDOW = 24
 
 

@@ -27,7 +27,7 @@ from steps import (
     references_of,
     uneven_samples,
 )
-from test_cached_teachers import reading_of, write
+from test_cached_teachers import Reading, write
 from text_servers import StandIn
 
 
@@ -153,7 +153,7 @@ def with_template(folder, target, template):
 def write_and_read_chats(commands, models, data, caches, url, chats):
     """See that caches and a server say of chats what the model says."""
     write(commands)
-    reading = reading_of(models, data, caches)
+    reading = Reading(models, data, caches)
     of_server = Config(student=models[0], data=data, **served(url, models[1], 600))
     spec = of_server.teacher_kind.of(of_server, reading.teacher, torch.device("cpu"))
     reading.cached["served"] = load_teacher(spec)

@@ -23,7 +23,6 @@ from isogloss.data.sample import TextEncoder
 from isogloss.data.turns import Template, common_spans
 from isogloss.inputs import first_date
 from isogloss.teachers.cache_files import FORMAT, Manifest
-from test_chat import words_of
 
 BEGIN, END = "{% generation %}", "{% endgeneration %}"
 NL = "{{ '\\n' }}"  # a line end behind a block is not written
@@ -33,6 +32,12 @@ JSON_CALL = ("<tool_call>\n{\"name\": \"{{ c.function.name }}\", \"arguments\": 
              "{{ c.function.arguments | tojson }}}\n</tool_call>")
 CHATML = "<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n"
 CHATML_PROMPT = "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+
+
+def words_of(rendering, number):
+    """Return what the assistant says in a turn of a Rendering."""
+    turn = rendering.turns[number]
+    return rendering.data[turn.begin : turn.end].decode(errors="replace")
 
 
 def each(assistant, others, prompt, first=""):
@@ -259,8 +264,9 @@ def test_templates_read_arguments_as_text_and_thoughts_by_any_name(encoder, mark
         + "{{ c.function.name + c.function.arguments }}{% endfor %}<|im_end|>" + END + NL,
         CHATML, CHATML_PROMPT)
     reader = encoder(template if marked else template.replace(BEGIN, "").replace(END, ""))
-    chat = [asks(), says(reasoning="look: ", tool_calls=calls("\u00c5s"))]
-    assert words_of(render(chat, reader), 1) == 'look: weather{"city": "\u00c5s"}'
+    for name in ("reasoning_content", "reasoning", "thinking"):
+        chat = [asks(), says(tool_calls=calls("\u00c5s"), **{name: "look: "})]
+        assert words_of(render(chat, reader), 1) == 'look: weather{"city": "\u00c5s"}'
 
 
 def test_what_two_texts_have_in_common():

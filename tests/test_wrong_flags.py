@@ -1,4 +1,4 @@
-"""Wrong ds_configs and flags: each ends with one line before the first step, on every rank.
+"""Wrong ds_configs and flags, and wrong projections: one line before the first step, on all ranks.
 
 What the class of flags refuses by itself is in test_config.py, test_flags.py, test_ds_config.py.
 """
@@ -6,21 +6,20 @@ What the class of flags refuses by itself is in test_config.py, test_flags.py, t
 import json
 
 import pytest
+import torch
 from deepspeed.accelerator import get_accelerator
 
+from isogloss.projection_tools.build import build_projection
+from isogloss.projection_tools.files import as_tables
+from isogloss.projection_tools.tokenizers import Pair
 from jobs import ds_config
 from wrong_input import check_one_line, good_line, run_wrong
 
 ADAMW = {"type": "AdamW", "params": {"lr": 1e-3, "torch_adam": True}}
-COSINE = {"type": "WarmupCosineLR", "params": {"total_num_steps": 9, "warmup_num_steps": 1}}
 
 
 def adamw(**params):
     return {"optimizer": {"type": "AdamW", "params": {"torch_adam": True, "lr": 1e-3} | params}}
-
-
-def cosine(**params):
-    return {"scheduler": {"type": "WarmupCosineLR", "params": COSINE["params"] | params}}
 
 
 def zero(**keys):
@@ -90,6 +89,7 @@ TWO_TOKENIZERS = '--teacher= --teachers=[{"model":"{folder}/one"},{"model":"{fol
 FLAGS = {
     "--max_lenght=9": "unknown flag --max_lenght; did you mean --max_length?",
     "--resume=false": "--resume=false: expected auto, never or the dir",
+    "-- --interactive": "unexpected argument '--': no flags of another kind",
     "--resume={folder}": "is not a complete checkpoint; expected a folder step_*",
     # losses
     "--skew_lambda=1": "compares the teacher with itself",
@@ -97,6 +97,9 @@ FLAGS = {
     "--learn_projection --loss=gold": "only --loss projection_kl",
     "--kd_weight=0 --ce_weight=0": "nothing would be learned",
     "--loss=projection_kl --projection={folder}/comma.json": "comma.json",
+    "--loss=projection_kl --projection={folder}/nan.pt": "1 of 1400 weights are negative or not",
+    "--loss=gold --projection={folder}/nan.pt": "1 of 1400 weights are negative or not",
+    "--loss=gold --projection={folder}/list.pt": "its indices are a list; expected a tensor",
     # layouts, lengths, models
     "--teacher_tp=4": "does not divide the 2 ranks of a node",
     "--sequence_parallel=3": "3: does not divide the 2 ranks of the student",
@@ -156,6 +159,13 @@ FLAGS = {
     "--eval_tasks=gsm8k --eval_task_samples=4":
         "--eval_task_samples 4: all samples would be the same answer",
     "--eval_tasks=lm_eval:no_such": "--eval_tasks lm_eval:no_such: ",
+    # chats, completions, held-out rows
+    "--template_kwargs=enable_thinking": "expected a JSON object like",
+    '--template_kwargs={"tokenize":true}': "--template_kwargs: tokenize is not for templates",
+    "--completion_key=text": "name the column of prompts with --prompt_key",
+    "--completion_key=a --prompt_key=b --text_key=c": "both name what is learned",
+    "--streaming --eval_data=a": "say by --eval_rows how many",
+    "--txt_samples=page": "--txt_samples page: expected one of line, paragraph, file",
     "--ds_config={folder}/bytes.json": "not JSON",
 }
 if not get_accelerator().is_fp16_supported():  # as that of most CPUs
@@ -164,10 +174,19 @@ CASES = {f"--ds_config={{folder}}/{name}.json": message
          for name, (_, message) in {**DS_CONFIGS, **TEXTS}.items()} | FLAGS
 
 
+def write_projections(pair, folder):
+    """Write two projections of which one thing is wrong."""
+    tables = as_tables(build_projection(pair), pair, "test")
+    torch.save(tables | {"indices": tables["indices"].tolist()}, folder / "list.pt")
+    tables["likelihoods"][9, 0] = torch.nan
+    torch.save(tables, folder / "nan.pt")
+
+
 @pytest.fixture(scope="module")
-def ended(models, texts, tmp_path_factory):
+def ended(models, tokenizers, tables, texts, tmp_path_factory):
     """{case: Outcome of both ranks} of every wrong command line."""
     folder = tmp_path_factory.mktemp("wrong_flags")
+    write_projections(Pair.of(*tokenizers, tables=tables), folder)
     for name, (changes, _) in DS_CONFIGS.items():
         ds_config(folder / f"{name}.json", 2, 4, 1, **changes)
     for name, (text, _) in TEXTS.items():

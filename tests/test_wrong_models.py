@@ -1,4 +1,4 @@
-"""Models, tokenizers, projections and caches that others have damaged or mixed up."""
+"""Models and tokenizers that are damaged, mixed up or of another kind end a job with one line."""
 
 import json
 import shutil
@@ -8,8 +8,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-import ranks  # noqa: F401  (tests that start ranks share a worker)
-from jobs import ds_config
+import ranks
+from jobs import ds_config, losses_of, run_distill, short_run
 from pickled import Command
 from wrong_input import check_one_line, good_line, run_wrong
 
@@ -87,6 +87,10 @@ def quantized(method, **more):
     return config(quantization_config={"quant_method": method} | more)
 
 
+def put_nan(tensors):
+    tensors["model.layers.1.mlp.up_proj.weight"][3, 5] = torch.nan
+
+
 WEIGHTS = "its weights cannot be loaded"
 NAMES = "its weights are not those of its config.json (missing: "
 SHAPE = "its weights are not those of its config.json (of another shape: "
@@ -153,13 +157,32 @@ FROM_SCRATCH = ["no config", "heads that do not divide", "key-value heads that d
                 "an activation that is none", "no such dtype", "an encoder", "a model of images"]
 # transformers turns the first into bfloat16 on a CPU; a teacher does not write
 ONLY_STUDENTS = {"fp8", "generation settings of another model", "no eos"}
-# Command lines that name no folder of MODELS.
-PATHS = {
+NOT_FINITE = "its logits are not finite (nan); its weights may be damaged"
+# {command line that names no folder of MODELS: part of the line}
+OTHERS = {
     "--student={folder}/corpus20.jsonl": "no such directory",
     "--teacher={folder}/nowhere": "no such directory",
     "--student=llama/lama-7b": "its config cannot be loaded",
     "--student={folder}/no_weights": "--from_scratch starts from random",
     "--student={folder}/template --data={folder}/chats.jsonl": "template",
+    "--student={folder}/images": "gemma3 models read more than text",
+    "--teacher={folder}/mistral3":
+        "mistral3: transformers has no causal language model of type mistral3",
+    "--student={folder}/qwen2_5_vl --sequence_parallel=2":
+        "qwen2_5_vl: transformers has no causal language model of type qwen2_5_vl",
+    "--teacher={folder}/images --teacher_tp=2 --teacher_engine=tensor_parallel":
+        "--teacher_engine tensor_parallel: does not shard gemma3 models",
+}
+# The same of what shows in the first step.
+IN_A_STEP = {
+    "--teacher={folder}/nan_teacher": f"--teacher {{folder}}/nan_teacher: {NOT_FINITE}",
+    "--teacher={folder}/nan_teacher --teacher_tp=2": f"nan_teacher: {NOT_FINITE}",
+    "--teacher={folder}/nan_teacher --tiled=false": f"nan_teacher: {NOT_FINITE}",
+    "--student={folder}/nan_student": f"--student {{folder}}/nan_student: {NOT_FINITE}",
+    "--student={folder}/nan_student --tiled=false --kd_weight=0":
+        "precision too narrow; check its files, or use bf16 or float32 in --ds_config",
+    "--teacher={folder}/other_head --tiled=false --teacher_output=topk":
+        "of which --teacher_output topk keeps some; use --teacher_output logits",
 }
 
 
@@ -193,43 +216,99 @@ def cases():
 WRONG = cases()
 
 
+def write_kinds(tokenizer, folder):
+    """Write models of kinds that are not read as others are."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    shape = dict(vocab_size=510, hidden_size=32, intermediate_size=64, num_hidden_layers=2,
+                 num_attention_heads=4, num_key_value_heads=2, head_dim=8, sliding_window=8,
+                 max_position_embeddings=256)
+    vision = dict(hidden_size=16, intermediate_size=16, num_hidden_layers=1, image_size=16,
+                  num_attention_heads=2, patch_size=8)
+    configs = {
+        "images": AutoConfig.for_model(
+            "gemma3", text_config=shape, vision_config=vision, mm_tokens_per_image=4,
+            image_token_index=509),
+        # bends its logits by a number that its config calls by a name of its own
+        "other_head": AutoConfig.for_model(
+            "recurrent_gemma", vocab_size=510, hidden_size=32, intermediate_size=64, head_dim=8,
+            num_hidden_layers=3, num_attention_heads=4, lru_width=32, logits_soft_cap=0.01,
+            max_position_embeddings=256),
+    }
+    for name, of_kind in configs.items():
+        torch.manual_seed(0)
+        AutoModelForCausalLM.from_config(of_kind).save_pretrained(folder / name)
+    for name in ("mistral3", "qwen2_5_vl"):  # nobody asks for their weights
+        configs[name] = AutoConfig.for_model(name)
+        configs[name].save_pretrained(folder / name)
+    for name in configs:
+        tokenizer.save_pretrained(folder / name)
+
+
 @pytest.fixture(scope="module")
-def ended(models, texts, tmp_path_factory):
-    """{change: Outcome of both ranks} of every wrong command line."""
+def folder(models, tokenizers, tmp_path_factory):
+    """Directory of all wrong models."""
     folder = tmp_path_factory.mktemp("wrong")
+
+    def write(name, model, edit):
+        edit(shutil.copytree(model, folder / name))
+
     for role, model in zip(("student", "teacher"), models):
+        write(f"nan_{role}", model, weights(put_nan))
         for number, (edit, _) in enumerate(MODELS.values()):
-            target = folder / f"{role}{number}"
-            shutil.copytree(model, target)
-            edit(target)
+            write(f"{role}{number}", model, edit)
+    write("no_weights", models[0], removed("model.safetensors"))
+    write("template", models[0], edited("tokenizer_config.json", chat_template="{% for x in %}"))
+    write_kinds(tokenizers[1], folder)
     ds_config(folder / "zero3.json", 3, 4, 1)
     (folder / "nowhere").symlink_to(folder / "absent")
-    shutil.copytree(models[0], folder / "no_weights")
-    removed("model.safetensors")(folder / "no_weights")
-    shutil.copytree(models[0], folder / "template")
-    edited("tokenizer_config.json", chat_template="{% for x in %}")(folder / "template")
     chat = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
     (folder / "chats.jsonl").write_text(json.dumps({"text": chat}) + "\n")
-    outcomes = run_wrong(2, WRONG | PATHS, good_line(models, texts, folder), folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def ended(models, texts, folder):
+    """{change: Outcome of both ranks} of every wrong command line."""
+    base = good_line(models, texts, folder)
+    outcomes = run_wrong(2, WRONG | OTHERS, base, folder)
     assert not Path("exploded").exists()  # no pickle ran
+    outcomes |= run_wrong(2, IN_A_STEP, base, folder, has_steps=True)
+    assert not (folder / "run" / "metrics.jsonl").exists()
     return outcomes
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", WRONG | PATHS)
+@pytest.mark.parametrize("case", WRONG | OTHERS | IN_A_STEP)
 def test_a_wrong_model_ends_with_one_line_and_code_2(ended, case):
-    if case in PATHS:
-        return check_one_line(ended[case], PATHS[case])
+    if case not in WRONG:
+        return check_one_line(ended[case], (OTHERS | IN_A_STEP)[case])
     role, message = WRONG[case]
     check_one_line(ended[case], f"--{role} ")
     assert message in ended[case][0].stderr, ended[case][0].stderr
 
 
 @pytest.mark.slow
-def test_a_wrong_teacher_on_ranks_of_its_own_ends_with_one_line(models, texts, tmp_path):
-    teacher = tmp_path / "teacher"
-    shutil.copytree(models[1], teacher)
-    weights(lose_one)(teacher)
-    change = f"--teacher={teacher} --teacher_ranks=1"
-    outcomes = run_wrong(2, [change], good_line(models, texts, tmp_path), tmp_path)
-    check_one_line(outcomes[change], NAMES + "model.layers.1.self_attn.q_proj.weight")
+def test_a_wrong_teacher_on_ranks_of_its_own_ends_with_one_line(models, texts, folder, tmp_path):
+    """One that cannot be loaded, and one whose logits show it."""
+    base = good_line(models, texts, tmp_path)
+    change = of_model("teacher", "a tensor missing", "--teacher_ranks=1")
+    [of_ranks] = run_wrong(2, [change], base, folder, has_steps=True).values()
+    check_one_line(of_ranks, NAMES + "model.layers.1.self_attn.q_proj.weight")
+    assert not (tmp_path / "run").exists()
+    change = "--teacher={folder}/nan_teacher --teacher_ranks=1"
+    [(first, second, teacher)] = run_wrong(3, [change], base, folder, has_steps=True).values()
+    check_one_line((first, second), f"nan_teacher: {NOT_FINITE}")
+    assert teacher.exit_code in (0, None) and teacher.stderr == "", teacher
+
+
+@pytest.mark.slow
+def test_a_teacher_that_reads_images_teaches_in_shards(models, texts, folder, tmp_path):
+    """However it is held, the first step has the same loss."""
+    runs = []
+    for number, flag in enumerate(("--teacher_tp=1", "--teacher_tp=2", "--teacher_engine=zero3")):
+        runs.append(short_run(models, texts, tmp_path, f"--teacher={folder / 'images'}", flag,
+                              "--steps=1", f"--output_dir={tmp_path / str(number)}"))
+    assert ranks.run(2, run_distill, runs) == [[0, 0, 0]] * 2
+    losses = [losses_of(tmp_path / str(number))[0]["loss"] for number in range(len(runs))]
+    assert max(losses) - min(losses) < 1e-5 * losses[0]

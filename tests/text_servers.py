@@ -10,6 +10,37 @@ import torch
 POURED = {"drip": (b" ", 0.02), "endless": (b" " * 2**16, 0)}  # pieces, seconds between them
 
 
+class Handler(BaseHTTPRequestHandler):
+    """Send what the StandIn of the server responds."""
+
+    protocol_version = "HTTP/1.1"
+
+    def log_message(self, *_):
+        pass
+
+    def do_GET(self):
+        self.reply(None)
+
+    def do_POST(self):
+        self.reply(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
+
+    def reply(self, body):
+        stand_in = self.server.stand_in
+        status, content, missing = stand_in.respond(self.path, self.headers, body)
+        self.close_connection = True
+        with contextlib.suppress(OSError):  # who has asked may be gone
+            self.send_response(status)
+            if content in POURED:  # the last piece never comes
+                self.end_headers()
+                piece, seconds = POURED[content]
+                while not stand_in.closed.wait(seconds):
+                    self.wfile.write(piece)
+                return
+            self.send_header("Content-Length", str(len(content) + missing))
+            self.end_headers()
+            self.wfile.write(content)
+
+
 class StandIn:
     """Score texts over HTTP, in threads of this process.
 
@@ -44,41 +75,8 @@ class StandIn:
     @contextlib.contextmanager
     def running(self):
         """Serve on a free port meanwhile."""
-        stand_in = self
-
-        class Handler(BaseHTTPRequestHandler):
-            protocol_version = "HTTP/1.1"
-
-            def log_message(self, *_):
-                pass
-
-            def do_GET(self):
-                self.reply(*stand_in.respond(self.path, self.headers, None))
-
-            def do_POST(self):
-                body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-                self.reply(*stand_in.respond(self.path, self.headers, body))
-
-            def pour(self, piece, seconds):
-                """Send an answer of which each piece comes soon, and the last one never."""
-                with contextlib.suppress(OSError):
-                    self.send_response(200)
-                    self.end_headers()
-                    while not stand_in.closed.wait(seconds):
-                        self.wfile.write(piece)
-                self.close_connection = True
-
-            def reply(self, status, content, missing=0):
-                if content in POURED:
-                    return self.pour(*POURED[content])
-                with contextlib.suppress(OSError):  # who has asked may be gone
-                    self.send_response(status)
-                    self.send_header("Content-Length", str(len(content) + missing))
-                    self.end_headers()
-                    self.wfile.write(content)
-                    self.close_connection = True
-
         server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        server.stand_in = self
         server.daemon_threads = True
         threading.Thread(target=server.serve_forever, daemon=True).start()
         self.url = f"http://127.0.0.1:{server.server_port}"
@@ -90,13 +88,13 @@ class StandIn:
             server.server_close()
 
     def respond(self, path, headers, body):
-        """Return (status, content) or (status, content, bytes that will be missing)."""
+        """Return (status, content, bytes of it that will be missing)."""
         self.requests.append((path, dict(headers), body))
         if path.endswith("/v1/models"):
             if self.cards is not None:
-                return 200, self.cards
+                return 200, self.cards, 0
             card = {"id": "teacher", "owned_by": self.owner, "max_model_len": self.context}
-            return 200, json.dumps({"object": "list", "data": [card]}).encode()
+            return 200, json.dumps({"object": "list", "data": [card]}).encode(), 0
         with self.lock:
             self.at_once += 1
             self.most_at_once = max(self.most_at_once, self.at_once)
@@ -108,26 +106,23 @@ class StandIn:
                 self.at_once -= 1
 
     def score(self, body, fault):
-        if isinstance(fault, tuple):
-            return fault[0], json.dumps({"error": {"message": fault[1], "code": fault[0]}}).encode()
-        if isinstance(fault, bytes) or (isinstance(fault, str) and fault in POURED):
-            return 200, fault
+        if isinstance(fault, bytes) or fault in ("drip", "endless"):
+            return 200, fault, 0
         if fault == "hang":
             self.closed.wait(60)
-            return 200, b"{}"
+            return 200, b"{}", 0
         asked = body.get("prompt_logprobs") or body.get("top_logprobs_num")
         texts = body.get("prompt") or body.get("input_ids")
-        error = self.refusal(texts, asked)
+        status, error = fault if isinstance(fault, tuple) else (400, self.refusal(texts, asked))
         if error:
-            return 400, json.dumps({"error": {"message": error, "code": 400}}).encode()
+            return status, json.dumps({"error": {"message": error, "code": status}}).encode(), 0
         answers = [self.answer(number, ids, asked) for number, ids in enumerate(texts)]
         if callable(fault):
             fault(answers)
         plain = answers if self.owner == "sglang" else {"choices": answers[::-1]}
         content = json.dumps(plain).encode()
-        if fault == "half":
-            return 200, content[: len(content) // 2], len(content) - len(content) // 2
-        return 200, content
+        missing = len(content) // 2 if fault == "half" else 0
+        return 200, content[: len(content) - missing], missing
 
     def refusal(self, texts, asked):
         """Return what vLLM says of a request that it refuses, or None."""

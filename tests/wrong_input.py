@@ -12,7 +12,7 @@ from typing import NamedTuple
 import pytest
 
 import ranks
-from jobs import ds_config, run_distill, write_corpus
+from jobs import run_distill, short_run
 
 
 class Outcome(NamedTuple):
@@ -24,10 +24,8 @@ class Outcome(NamedTuple):
 
 def good_line(models, texts, folder):
     """Return flags of a good run of one step, which writes to folder/run."""
-    return [f"--student={models[0]}", f"--teacher={models[1]}",
-            f"--data={write_corpus(folder, texts, 20)}",
-            f"--ds_config={ds_config(folder / 'good.json', 2, 4, 1)}", "--steps=1",
-            "--max_length=120", f"--output_dir={folder / 'run'}"]
+    return short_run(models, texts, folder, "--steps=1", "--max_length=120",
+                     f"--output_dir={folder / 'run'}", micro_batch_size=4)
 
 
 def outcomes(folder, base, changes):
@@ -76,16 +74,17 @@ def check_one_line(of_ranks, message):
         assert other.exit_code == 2 and other.stderr == "", other
 
 
-def error_line(capsys, module, argv, program=None):
+def error_line(capsys, module, argv, program=None, printed=None):
     """Return the one line with which a tool's command line ends, with code 2.
 
     Args:
         program: by which name the line begins; None: that of the module.
+        printed: what it prints before; None: anything.
     """
     with pytest.raises(SystemExit) as ended:
         module.cli(argv)
-    error = capsys.readouterr().err
-    assert ended.value.code == 2
+    out, error = capsys.readouterr()
+    assert ended.value.code == 2 and printed in (None, out)
     assert error.count("\n") == 1, error
     assert error.startswith(f"{program or module.__name__.removeprefix('isogloss.')}: "), error
     return error
