@@ -69,6 +69,12 @@ def write_to_file(path):
         os.dup2(file, stream)
 
 
+def run_with_output(argv, path):
+    """Run a command line on this rank, which writes to a file; return the exit codes."""
+    write_to_file(path)
+    return run_distill([argv])
+
+
 def run_all(num_ranks, *argv_list):
     """Run command lines one after the other; all of them must succeed on all ranks."""
     codes = ranks.run(num_ranks, run_distill, list(argv_list))

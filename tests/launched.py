@@ -47,11 +47,11 @@ def as_in_a_terminal():
 class Job:
     """A job of two ranks under DeepSpeed's launcher, in a session of its own."""
 
-    def __init__(self, flags, port, stderr=subprocess.PIPE):
+    def __init__(self, flags, port):
         program = Path(sys.executable).with_name("deepspeed")
         command = [program, "--num_gpus=2", f"--master_port={port}", "distill.py", *flags]
         self.runner = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL, text=True,
-                                       stderr=stderr, start_new_session=True,
+                                       stderr=subprocess.PIPE, start_new_session=True,
                                        preexec_fn=as_in_a_terminal)
 
     def launchers(self):
@@ -73,8 +73,7 @@ class Job:
             os.kill(process, signal.SIGUSR1)
             time.sleep(1)  # one after the other, as they share a pipe
         os.killpg(self.runner.pid, signal.SIGKILL)
-        stacks = self.runner.stderr.read() if self.runner.stderr else ""
-        return left, stacks
+        return left, self.runner.stderr.read()
 
     def wait(self):
         """Wait until all processes are gone; return the runner's exit code and stderr."""

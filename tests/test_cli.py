@@ -1,25 +1,30 @@
-"""Real jobs run through real launchers; one whose rank is killed or fails ends."""
+"""Jobs of real models, on two nodes, for epochs; one whose rank is killed or fails ends."""
 
 import json
 import os
 import signal
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
 import ranks
 from conftest import ROOT, asset
 from isogloss.job.ipc import is_running
-from jobs import check_same_curve, ds_config, losses_of, run_all, run_distill, short_run
-from launched import Job, no_trouble, rank_with_trouble, wait_until
-
-# --- real launches --------------------------------------------------------------------------------
+from jobs import (
+    check_same_curve,
+    ds_config,
+    losses_of,
+    run_all,
+    run_distill,
+    run_with_output,
+    short_run,
+)
+from launched import no_trouble, rank_with_trouble, wait_until
 
 
 @pytest.mark.slow
-def test_real_models_through_the_launcher(tmp_path):
+def test_real_models(tmp_path):
     """GPT-Neo with 14k byte-level tokens teaches Llama with 512 SentencePiece pieces."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -32,14 +37,13 @@ def test_real_models_through_the_launcher(tmp_path):
         f"--student={asset('models', 'stories260K')}",
         f"--teacher={asset('models', 'tinytalk_neo_3M')}",
         f"--data={asset('text', 'tinystories_1000.json')}",
-        f"--ds_config={config}", "--steps=12", "--eval_rows=16", "--max_length=128",
+        f"--ds_config={config}", "--steps=8", "--eval_rows=8", "--max_length=128",
         f"--output_dir={tmp_path}", f"--export={tmp_path / 'student'}"]
-    job = Job(flags, ranks.free_port())
-    _, message = job.runner.communicate()
-    assert job.runner.returncode == 0, message
+    assert ranks.run(2, run_with_output, flags, str(tmp_path / "output")) == [[0]] * 2
+    message = (tmp_path / "output0").read_text()
     assert "piece_kl: 100%" in message and "kd=" in message and "tok/s=" in message
     first, *steps, last = losses_of(tmp_path, start=-1)
-    assert [line["step"] for line in (first, *steps, last)] == [0, *range(1, 13), 12]
+    assert [line["step"] for line in (first, *steps, last)] == [0, *range(1, 9), 8]
     assert last["eval/kd"] < first["eval/kd"]
     assert first["eval/teacher_bits_per_byte"] < last["eval/student_bits_per_byte"] < 3
     assert first["eval/aligned_bytes"] > 0.9 and steps[0]["tokens"] > 8 * 60
@@ -51,15 +55,15 @@ def test_real_models_through_the_launcher(tmp_path):
         assert [float(row.split(",")[1]) for row in rows] == [line[key] for line in logged]
     samples = [json.loads(line) for line in (tmp_path / "samples.jsonl").read_text().splitlines()]
     assert [(line["step"], line["row"]) for line in samples] == [
-        (step, row) for step in (0, 12) for row in range(3)]
+        (step, row) for step in (0, 8) for row in range(3)]
     stories = json.loads(asset("text", "tinystories_1000.json").read_text())
     for line in samples:
         story = stories[line["row"]]
         story = story if isinstance(story, str) else story["text"]
         assert story.startswith(line["prompt"] + line["reference"]) and len(line["text"]) > 5
-    assert f"step 12: {' '.join(samples[3]['prompt'].split())} >> " in message
+    assert f"step 8: {' '.join(samples[3]['prompt'].split())} >> " in message
     record = json.loads((tmp_path / "run.json").read_text())
-    assert record["ranks"] == 2 and record["config"]["steps"] == 12
+    assert record["ranks"] == 2 and record["config"]["steps"] == 8
     assert record["versions"]["deepspeed"]
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "student")
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "student")
@@ -136,24 +140,20 @@ def test_an_error_in_a_step_ends_the_process(models, texts, tmp_path):
     assert "ZeroDivisionError: division by zero" in done.stderr, done.stderr
 
 
-def by_torchrun(argv):
-    nodes = []
-    port = ranks.free_port()
-    for number in range(2):
-        command = [Path(sys.executable).with_name("torchrun"), "--nnodes=2", "--nproc_per_node=2",
-                   "--master_addr=127.0.0.1", f"--master_port={port}", f"--node_rank={number}",
-                   "distill.py", *argv]
-        nodes.append(subprocess.Popen(command, cwd=ROOT, text=True, stderr=subprocess.PIPE))
-    for node in nodes:
-        message = node.communicate(timeout=600)[1]
-        assert node.returncode == 0, message
+def run_on_two_nodes(argv):
+    """Run a command line with what torchrun tells the ranks of two nodes of two."""
+    del os.environ["LOCAL_SIZE"]
+    local_rank = int(os.environ["RANK"]) % 2
+    os.environ |= {"LOCAL_WORLD_SIZE": "2", "LOCAL_RANK": str(local_rank)}
+    return run_distill([argv])
 
 
 @pytest.mark.slow
 def test_two_nodes(models, texts, tmp_path):
-    """Two launches of two ranks are one job; it learns what its student learns on one node."""
+    """Two nodes of two ranks are one job; it learns what its student learns on one node."""
     flags = short_run(models, texts, tmp_path, "--steps=3", "--eval_rows=4", micro_batch_size=1)
-    by_torchrun([*flags, "--teacher_ranks=1", f"--output_dir={tmp_path / 'nodes'}"])
+    of_nodes = [*flags, "--teacher_ranks=1", f"--output_dir={tmp_path / 'nodes'}"]
+    assert ranks.run(4, run_on_two_nodes, of_nodes) == [[0]] * 4
     run_all(2, [*flags, f"--output_dir={tmp_path / 'one'}"])
     # fractions such as eval/joined_mass are sums of probabilities, near 0 with their error
     check_same_curve(losses_of(tmp_path / "one", -1), losses_of(tmp_path / "nodes", -1), 1e-5, 1e-6)

@@ -29,8 +29,8 @@ from jobs import (
     run_all,
     run_and_listen,
     run_distill,
+    run_with_output,
     write_corpus,
-    write_to_file,
 )
 from launched import as_in_a_terminal, die_after
 
@@ -80,7 +80,15 @@ def ignore_positions(argv, num_rows):
         return forward(self, batch, terms)
 
     StudentWithLoss.forward = forward_without_positions
-    return run_and_listen(argv)
+    try:
+        return run_and_listen(argv)
+    finally:
+        StudentWithLoss.forward = forward
+
+
+def ignore_positions_everywhere_or_in_larger_batches(argv):
+    """Return what such jobs say; flash attention ignores positions in batches of several rows."""
+    return [ignore_positions(argv, num_rows) for num_rows in (1, 2)]
 
 
 def mix_neighbors(argv):
@@ -102,14 +110,13 @@ def mix_neighbors(argv):
 def test_students_that_a_layout_does_not_suit_are_rejected(base_run, tmp_path):
     """Those that look beyond their shard, or across packed samples; others run."""
     folder = base_run.folder
-    argv = [*base_run.argv, f"--ds_config={folder / 'zero2.json'}", "--steps=2",
+    argv = [*base_run.argv, f"--ds_config={folder / 'zero2.json'}", "--steps=1",
             f"--output_dir={tmp_path}"]
     mixed = ranks.run(2, mix_neighbors, [*argv, "--sequence_parallel=2"])
     assert [codes for codes, _ in mixed] == [[2]] * 2
     assert "depends on where its shards are cut" in mixed[0][1]
-    # flash attention ignores positions in batches of several rows
-    for num_rows in (1, 2):
-        [(codes, said)] = ranks.run(1, ignore_positions, [*argv, "--pack"], num_rows)
+    [answers] = ranks.run(1, ignore_positions_everywhere_or_in_larger_batches, [*argv, "--pack"])
+    for codes, said in answers:
         assert codes == [2]
         assert "depends on the text before it in the same row; use --pack=false" in said
     # in bf16 the shards are other blocks, which round in another way
@@ -119,11 +126,6 @@ def test_students_that_a_layout_does_not_suit_are_rejected(base_run, tmp_path):
                 f"--output_dir={tmp_path / 'remote'}"])
 
 
-def run_with_output(argv, path):
-    write_to_file(path)
-    return run_distill([argv])
-
-
 @pytest.mark.slow
 def test_reports_of_deepspeed(base_run, tmp_path):
     """The summary of collectives has times of single calls; flops, memory and time are printed."""
@@ -131,7 +133,7 @@ def test_reports_of_deepspeed(base_run, tmp_path):
                 "detailed": False}
     config = ds_config(tmp_path / "ds.json", 3, 2, 1, flops_profiler=profiler,
                        wall_clock_breakdown=True, memory_breakdown=True)
-    argv = [*base_run.argv, f"--ds_config={config}", "--steps=6", f"--output_dir={tmp_path}",
+    argv = [*base_run.argv, f"--ds_config={config}", "--steps=3", f"--output_dir={tmp_path}",
             "--log_comms", "--sequence_parallel=2"]
     begin = time.monotonic()
     assert ranks.run(2, run_with_output, argv, str(tmp_path / "output")) == [[0]] * 2
@@ -205,25 +207,28 @@ def test_teachers_on_ranks_of_their_own(base_run, models, untied):
         argv = base_run.argv
         if any(flag.startswith("--teachers") for flag in flags):
             argv = base_run.without("--teacher")
-        return [*argv, f"--ds_config={folder / 'zero2.json'}", "--steps=4", "--eval_every=2",
+        return [*argv, f"--ds_config={folder / 'zero2.json'}", "--steps=3", "--eval_every=2",
                 *flags, f"--output_dir={folder / name}"]
 
-    names = {}
-    beside = {}  # runs whose teachers are on the student's ranks
-    remote = {}
+    beside = {}  # {flags: name} of runs whose teachers are on the student's ranks
+    remote = []
+    commands = []
     for number, (flags, teacher_ranks, teacher_flags) in enumerate(REMOTE):
+        words = " ".join(flags)
         flags = [flag.replace("TEACHER", str(models[1])).replace("OTHER", str(untied))
                  for flag in flags]
-        here = names.setdefault(" ".join(flags), f"beside {number}")
-        beside[here] = line_of(here, *flags)
+        if words not in beside:
+            beside[words] = f"beside {number}"
+            commands.append(line_of(beside[words], *flags))
         line = line_of(f"remote {number}", *flags, f"--teacher_ranks={teacher_ranks}",
                        *teacher_flags)
-        remote[number] = here, 2 + teacher_ranks, line
-    run_all(2, *beside.values())
-    for number, (here, num_ranks, line) in remote.items():
+        remote.append((2 + teacher_ranks, line))
+    run_all(2, *commands)
+    for num_ranks, line in remote:
         run_all(num_ranks, line)  # processes join one world
-        expected = losses_of(folder / here)
-        assert [metrics["step"] for metrics in expected] == [1, 2, 2, 3, 4, 4]
+    for number, (flags, *_) in enumerate(REMOTE):
+        expected = losses_of(folder / beside[" ".join(flags)])
+        assert [metrics["step"] for metrics in expected] == [1, 2, 2, 3, 3]
         check_same_curve(expected, losses_of(folder / f"remote {number}"), 1e-5, 1e-7,
                          REMOTE[number])
 

@@ -15,6 +15,7 @@ from typing import NamedTuple
 import pytest
 import torch
 
+import conftest
 import ranks
 from hub_copies import HAS_LM_EVAL, needs_lm_eval, write_copy
 from isogloss import demo, distill
@@ -39,8 +40,7 @@ pytestmark = pytest.mark.slow
 
 # the gradient of one process in plain PyTorch, relative, in float32
 TOLERANCE = 1e-6
-SHAPE = dict(hidden_size=32, intermediate_size=64, num_hidden_layers=4, num_attention_heads=4,
-             num_key_value_heads=2, max_position_embeddings=256, initializer_range=0.2)
+SHAPE = conftest.SHAPE | {"num_hidden_layers": 4}
 STAGE_METRICS = {"bubble", "slowest_stage", "fastest_stage"}
 
 
@@ -98,12 +98,11 @@ class StepResult(NamedTuple):
 
 
 def steps_of(students, models, untied):
-    """Return {name: Layout}: every P and number of pipelines, teachers and batches of all kinds."""
+    """Return {name: Layout}: one pipeline and two, teachers and batches of all kinds."""
     two = json.dumps(several_teachers(models, untied, sharded=False)[:2])
     several = {"teacher": "", "teachers": two, "teacher_weights": "ce", "teacher_alpha": 0.7}
     return {
         "four stages": step_of(4, 1, 8),
-        "two pipelines": step_of(2, 1, 4),
         "cut texts": step_of(2, 1, 4, **cut_flags(models)),
         "untiled": step_of(2, 2, 2, tiled=False, loss="gold"),
         "packed": step_of(2, 2, 2, pack=True, activation_checkpointing=True,
@@ -293,13 +292,15 @@ class Jobs(NamedTuple):
                            8 // grad_accum_steps // num_readers, grad_accum_steps)
         output = self.folder / name
         return [*self.flags, f"--ds_config={config}", f"--output_dir={output}",
-                f"--pipeline_parallel={num_stages}", "--steps=4",
-                f"--export={output / 'student'}", *more]
+                f"--pipeline_parallel={num_stages}", "--steps=4", *more]
+
+    def exported(self, name):
+        return self.folder / name / "student"
 
     def copy(self, source, name, step):
         """Copy a run, as it was when it had just written the checkpoint of a step."""
         shutil.copytree(self.folder / source, self.folder / name,
-                        ignore=shutil.ignore_patterns("student"))
+                        ignore=shutil.ignore_patterns("student"))  # its export
         for path in (self.folder / name / "checkpoints").glob("step_*"):
             if path.name != f"step_{step:07d}":
                 shutil.rmtree(path)
@@ -325,16 +326,18 @@ def jobs(models, students, texts, tmp_path_factory):
             "--num_workers=0"]
     rows = [{"text": text[:60]} for text in texts[:7]]
     write_copy(folder, "EleutherAI/lambada_openai", {"default": {"test": rows}})
+    random = Jobs(folder, [*argv, f"--student={students['dropout']}"])
+    argv.append(f"--student={students['tied']}")
+    learning = Jobs(folder, [*argv, "--loss=projection_kl", "--learn_projection",
+                             "--projection_learning_rate=1e-2"])
     if HAS_LM_EVAL:
         argv += ["--eval_tasks=lambada", f"--eval_task_data={folder}", "--eval_task_every=2"]
-    jobs = Jobs(folder, [*argv, f"--student={students['tied']}"])
-    random = Jobs(folder, [*argv, f"--student={students['dropout']}"])
-    learned = ["--loss=projection_kl", "--learn_projection", "--projection_learning_rate=1e-2"]
-    run_all(1, jobs.line("one", 1, 4), jobs.line("one learned", 1, 4, *learned))
+    jobs = Jobs(folder, argv)
+    run_all(1, jobs.line("one", 1, 4), learning.line("one learned", 1, 4))
     killed = random.line("killed", 2, 2, num_readers=2)
-    run_all(4, jobs.line("four", 4, 4), jobs.line("two", 2, 2, num_readers=2),
-            random.line("unkilled", 2, 2, num_readers=2),
-            jobs.line("four learned", 4, 4, *learned))
+    run_all(4, jobs.line("four", 4, 4),
+            jobs.line("two", 2, 2, f"--export={jobs.exported('two')}", num_readers=2),
+            random.line("unkilled", 2, 2, num_readers=2), learning.line("four learned", 4, 4))
     group = ranks.start(4, run_until_killed, killed, 1, 3)
     for process, _ in group:  # the others end by themselves
         process.join(120)
@@ -344,13 +347,14 @@ def jobs(models, students, texts, tmp_path_factory):
     jobs.copy("one learned", "one to two learned", 2)
     jobs.copy("four learned", "four to four learned", 2)
     run_all(4, killed, jobs.line("two to four", 4, 4),
-            jobs.line("one to two learned", 2, 2, *learned, num_readers=2),
-            jobs.line("four to four learned", 4, 4, *learned))
+            learning.line("one to two learned", 2, 2, num_readers=2),
+            learning.line("four to four learned", 4, 4))
     # processes join one world, so two worlds take new ones
     run_all(4, jobs.line("remote", 2, 4, "--teacher_ranks=2"))
     jobs.copy("four", "four to one", 2)
     jobs.copy("two", "two exported", 4)
-    run_all(1, jobs.line("four to one", 1, 2), jobs.line("two exported", 1, 4))
+    run_all(1, jobs.line("four to one", 1, 2),
+            jobs.line("two exported", 1, 4, f"--export={jobs.exported('two exported')}"))
     return jobs
 
 
@@ -425,8 +429,8 @@ def test_a_run_of_which_a_stage_was_killed_resumes_bit_by_bit(jobs):
 
 def test_the_export_is_that_of_a_job_without_a_pipeline(jobs):
     """Byte for byte, from the same checkpoint."""
-    staged = jobs.folder / "two" / "student"
-    whole = jobs.folder / "two exported" / "student"
+    staged = jobs.exported("two")
+    whole = jobs.exported("two exported")
     names = {path.name for path in staged.iterdir()}
     assert names == {path.name for path in whole.iterdir()}
     assert "model.safetensors" in names

@@ -184,10 +184,10 @@ class Layout(NamedTuple):
 
 # the layout of a checkpoint -> those in which the run resumes
 MOVES = {
-    Layout(2, 0): [Layout(2, 2), Layout(2, 3), Layout(1, 0), Layout(1, 1)],
+    Layout(2, 0): [Layout(2, 3), Layout(1, 0), Layout(1, 1)],
     Layout(2, 1): [Layout(2, 0), Layout(1, 3)],
-    Layout(2, 2, 2): [Layout(1, 0), Layout(4, 2), Layout(1, 2, 2), Layout(4, 1, 1, 2)],
-    Layout(2, 3): [Layout(2, 2), Layout(1, 1), Layout(2, 0), Layout(4, 3, 4, 4)],
+    Layout(2, 2, 2): [Layout(1, 0), Layout(4, 2), Layout(4, 1, 1, 2)],
+    Layout(2, 3): [Layout(1, 1), Layout(2, 0), Layout(4, 3, 4, 4)],
     Layout(2, 3, 2, 2): [Layout(4, 3, 2, 2), Layout(2, 3)],
     Layout(2, 0, bf16=True): [Layout(2, 2, bf16=True)],
     Layout(2, 3, bf16=True): [Layout(2, 0, bf16=True)],

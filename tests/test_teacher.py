@@ -1,5 +1,6 @@
 """A sharded teacher gives what the whole one gives, and every rank holds no more than its shard."""
 
+import functools
 import os
 from typing import NamedTuple
 
@@ -121,10 +122,15 @@ def compare_all(folder, cases):
     return [compare(folder, case) for case in cases]
 
 
+@functools.cache
+def whole_model(path):
+    return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+
+
 def check_joined_members(folder):
     """See that one run serves all members, and packed rows of other widths stay what they are."""
     rank = dist.get_rank()
-    whole = AutoModelForCausalLM.from_pretrained(folder / "llama", dtype=torch.float32).eval()
+    whole = whole_model(folder / "llama")
     teacher = load(folder, "llama", "tensor_parallel", 4)
     runs = []
     run = teacher.runner.whole.forward
@@ -150,7 +156,7 @@ def check_joined_members(folder):
 def compare(folder, case):
     """Return this rank's Comparison of a teacher with the whole model."""
     rank = dist.get_rank()
-    whole = AutoModelForCausalLM.from_pretrained(folder / case.name, dtype=torch.float32).eval()
+    whole = whole_model(folder / case.name)
     random_state = torch.get_rng_state()
     teacher = load(folder, *case)
     assert torch.equal(random_state, torch.get_rng_state())
@@ -197,23 +203,31 @@ def check_one_head_per_node(teacher):
 # four ranks, tensor parallelism leaves some of them whole.
 LARGEST_FRACTION = {("replicated", 1): 1, ("zero3", 2): 0.26, ("tensor_parallel", 2): 0.56,
                     ("tensor_parallel", 4): 0.45, ("transformers", 4): 0.45}
+# with two groups of two ranks; an architecture that four ranks shard is sharded by two as well
+IN_TWO_GROUPS = {"tensor_parallel": ("llama", "gemma2", "gpt_neox"),
+                 "zero3": ("gpt2", "qwen3_moe", "gemma3")}
 
 
 @pytest.mark.slow
 def test_a_sharded_teacher_is_the_whole_teacher(checkpoints):
-    """Tensor parallelism 2 and 4 on four ranks.
+    """Tensor parallelism 4 and 2 on four ranks.
 
     Parameters per rank must shrink, because what is not sharded gives the right logits too.
     """
     expected_engine = {Case("llama", "auto", 1): "replicated"}
-    for degree in (2, 4):
-        for name in SHARDED:
-            expected_engine[Case(name, "auto", degree)] = "tensor_parallel"
+    for name in SHARDED:
+        expected_engine[Case(name, "auto", 4)] = "tensor_parallel"
     for name in OTHERS | MULTIMODAL:
         expected_engine[Case(name, "auto", 1)] = "replicated"
-        expected_engine[Case(name, "auto", 2)] = "zero3"
     for name in PLANNED | MULTIMODAL:
         expected_engine[Case(name, "auto", 4)] = "transformers"
+    for engine, names in IN_TWO_GROUPS.items():
+        for name in names:
+            expected_engine[Case(name, "auto", 2)] = engine
+    for name in SHARDED | OTHERS | MULTIMODAL:
+        engine = "tensor_parallel" if name in SHARDED else "zero3"
+        config = AutoConfig.from_pretrained(checkpoints / name)
+        assert resolve_engine("auto", 2, config, num_ranks=4) == engine, name
     cases = list(expected_engine)
     for comparisons in ranks.run(4, compare_all, checkpoints, cases):
         for case, comparison in zip(cases, comparisons, strict=True):
