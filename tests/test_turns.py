@@ -260,7 +260,7 @@ def test_calls_and_results_get_names_where_a_template_wants_them(names):
 @pytest.mark.parametrize("marked", [True, False])
 def test_templates_read_arguments_as_text_and_thoughts_by_any_name(encoder, marked):
     template = each(
-        "<|im_start|>assistant\n" + BEGIN + "{{ m.thinking + '' }}" + CALLS
+        "<|im_start|>assistant\n" + BEGIN + "{{ m.reasoning + '' }}" + CALLS
         + "{{ c.function.name + c.function.arguments }}{% endfor %}<|im_end|>" + END + NL,
         CHATML, CHATML_PROMPT)
     reader = encoder(template if marked else template.replace(BEGIN, "").replace(END, ""))
