@@ -430,27 +430,28 @@ KEPT = {"PATH", "HOME", "DS_ACCELERATOR", "HF_HUB_OFFLINE", "ISOGLOSS_CACHE", "W
         "TMPDIR", "LD_LIBRARY_PATH", "CUDA_HOME"}
 
 
-# (ranks, ZeRO stage, gradient accumulation steps, flags); in each some rank has nothing to judge in
-# some micro-batch
+# (launcher, ZeRO stage, gradient accumulation steps, flags); in each some rank has nothing to judge
+# in some micro-batch
 FAMILIES = {
-    "data parallel, a sharded teacher": (2, 0, 1, ["--teacher_tp=2"]),
-    "sequence parallel, on-policy": (2, 3, 1, [
+    "data parallel, a sharded teacher": ("deepspeed --num_gpus=2", 0, 1, ["--teacher_tp=2"]),
+    "sequence parallel, on-policy": ("torchrun --nproc_per_node=2", 3, 1, [
         "--sequence_parallel=2", "--on_policy=1", "--rollout_tokens=4", "--prompt_tokens=8"]),
-    "a pipeline, a teacher on a rank of its own": (3, 1, 2, [
+    "a pipeline, a teacher on a rank of its own": ("torchrun --nproc_per_node=3", 1, 2, [
         "--pipeline_parallel=2", "--teacher_ranks=1"])}
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", FAMILIES)
 def test_fresh_processes_judge_where_some_have_nothing_to_judge(models, texts, tmp_path, name):
-    """By DeepSpeed's launcher, from another directory, without what tests import and set."""
-    num_ranks, stage, grad_accum_steps, more = FAMILIES[name]
+    """By real launchers, from another directory, without what tests import and set."""
+    launcher, stage, grad_accum_steps, more = FAMILIES[name]
     config = ds_config(tmp_path / "ds.json", stage, 1, grad_accum_steps)
     flags = [f"--student={models[0]}", f"--teacher={models[1]}", f"--ds_config={config}",
              f"--data={write_corpus(tmp_path, ['', *texts], 10)}", "--eval_rows=2",
              "--max_length=60", "--steps=1", f"--output_dir={tmp_path / 'run'}"]
     environment = {name: value for name, value in os.environ.items() if name in KEPT}
-    command = [Path(sys.executable).with_name("deepspeed"), f"--num_gpus={num_ranks}",
+    program, num_ranks = launcher.split()
+    command = [Path(sys.executable).with_name(program), num_ranks,
                f"--master_port={ranks.free_port()}", ROOT / "distill.py", *flags, *more]
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True,
                           timeout=PATIENCE * 2)
