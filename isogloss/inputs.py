@@ -68,6 +68,7 @@ from isogloss.export import check_results
 from isogloss.flags.model_names import split_revision
 from isogloss.job.layout import is_last_stage
 from isogloss.job.rendezvous import values_of_ranks
+from isogloss.job.watch import print_line
 from isogloss.log import check_logs
 from isogloss.models.adapters import student_adapter
 from isogloss.models.pretrained import (
@@ -300,6 +301,9 @@ def check_student_class(path, trust_remote_code=False):
         raise ValueError(
             f"--student {path}: {config.model_type} models read more than text, and what reads the "
             "rest could not be trained; use a model of text alone (as a --teacher it would do)")
+    if getattr(config, "output_router_logits", False) and dist.get_rank() == 0:
+        print_line(f"--student {path}: its config.json asks for the loss of its router "
+                   "(output_router_logits); that is not part of this loss")
 
 
 def load_student_tasks(cfg, student, config):
