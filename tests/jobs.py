@@ -114,13 +114,12 @@ def refusals(flags_list):
 
 def losses_of(output, start=0):
     """Return what a run logged after step `start`, everything but times."""
-    times = {"seconds", "tokens_per_second"}
     lines = []
     for text in (Path(output) / "metrics.jsonl").read_text().splitlines():
         line = json.loads(text)
         if line["step"] > start:
             lines.append({key: value for key, value in line.items()
-                          if key not in times and not key.endswith("_seconds")})
+                          if not key.endswith(("seconds", "tokens_per_second"))})
     return lines
 
 

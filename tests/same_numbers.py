@@ -21,7 +21,6 @@ import jobs
 import ranks
 from isogloss import demo
 
-TIMES = {"seconds", "tokens_per_second", "mfu", "data_seconds"}
 CHATML = ("{% for m in messages %}<|im_start|>{{ m.role }}\n"
           "{{ m.content }}<|im_end|>\n{% endfor %}")
 PLAIN = ("{% for m in messages %}{{ m.role }}: {{ m.content | trim }}"
@@ -117,12 +116,6 @@ def record(folder):
             print(f"{name}: exit codes {codes}, {lines} lines", flush=True)
 
 
-def lines_of(folder, name):
-    """Return what a run logged."""
-    text = (Path(folder) / name / "metrics.jsonl").read_text()
-    return [json.loads(line) for line in text.splitlines()]
-
-
 def renamed(key, new_names):
     """Return the new name of a metric such as eval/kd/teacher."""
     prefix = "eval/" if key.startswith("eval/") else ""
@@ -136,13 +129,13 @@ def compare(before, after, renames=""):
     differences = 0
     values = 0
     for name in RUNS:
-        old_lines = lines_of(before, name)
-        new_lines = lines_of(after, name)
+        old_lines = jobs.losses_of(Path(before) / name, -1)
+        new_lines = jobs.losses_of(Path(after) / name, -1)
         if len(old_lines) != len(new_lines):
             print(f"{name}: {len(old_lines)} lines before, {len(new_lines)} after")
             differences += 1
         for old, new in zip(old_lines, new_lines):
-            for key in old.keys() - TIMES:
+            for key in old:
                 values += 1
                 value = new.get(renamed(key, new_names))
                 if old[key] != value:

@@ -20,18 +20,7 @@ from isogloss.losses import next_token_cross_entropy
 from isogloss.rollout import Completion
 from isogloss.student import whole_student
 from jobs import check_same_curve, ds_config, losses_of, run_all, run_distill, write_corpus
-from steps import (
-    AS_FLAGS_SAY,
-    Layout,
-    Reference,
-    check_gradients,
-    collator_of,
-    flags_for,
-    keep_gradients,
-    set_loss,
-    start_layout,
-    texts_of_rank,
-)
+from steps import Case, Layout, Reference, check_steps, flags_for
 
 pytestmark = pytest.mark.slow
 
@@ -125,23 +114,6 @@ def references(flags, samples):
     return {loss: reference(flags | {"loss": loss}, samples) for loss in LOSSES}
 
 
-def steps(flags, samples, layouts):
-    """Return [(layout, loss, metrics, gradients of rank 0)] of one step each; on every rank."""
-    results = []
-    for layout in layouts:
-        state, inputs = start_layout(flags, layout)
-        gradients = keep_gradients(state.engine)
-        examples = [as_example(sample, inputs.student) for sample in samples]
-        for loss in LOSSES:
-            set_loss(state, inputs, loss)
-            collator = collator_of(state, inputs, AS_FLAGS_SAY, examples)
-            parts = texts_of_rank(examples, layout)
-            metrics = distill.train_step(state, [collator(part) for part in parts]).metrics()
-            results.append((layout, loss, metrics, dict(gradients)))
-        state.engine.destroy()
-    return results
-
-
 LAYOUTS = {
     1: [Layout(0, 8, 1), Layout(3, 2, 4), Layout(2, 4, 2, {"pack": True}),
         Layout(1, 8, 1, {"tiled": False})],
@@ -160,13 +132,11 @@ def test_what_was_written_teaches_like_the_same_text(models, texts, tmp_path):
     flags = flags_for(models, texts, tmp_path, on_policy=0.5)
     samples = mixed_samples(texts)
     [expected] = ranks.run(1, references, flags, samples)
+    encoder, _ = load_text_encoder("student", flags["student"], flags["max_length"])
+    examples = [as_example(sample, encoder) for sample in samples]
     for num_ranks, layouts in LAYOUTS.items():
-        for layout, loss, metrics, found in ranks.run(
-                num_ranks, steps, flags, samples, layouts)[0]:
-            name = f"{loss}, {num_ranks} ranks, {layout}"
-            same = expected[loss]
-            assert abs(metrics["loss"] - same.loss) <= 1e-6 * abs(same.loss), name
-            check_gradients(name, found, same, 1e-6)
+        check_steps(expected, num_ranks, flags, examples, layouts, list(map(Case, LOSSES)),
+                    tolerance=1e-6)
 
 
 # --- whole jobs -----------------------------------------------------------------------------------
@@ -202,18 +172,13 @@ def written_by(output):
     return found
 
 
-def without_times(lines):
-    """Return metrics lines without those of time, and of what only some layouts have."""
-    kept = []
-    for line in lines:
-        kept.append({key: value for key, value in line.items()
-                     if not key.endswith(("seconds", "tokens_per_second"))
-                     and "logp_gap" not in key})
-    return kept
+def without_gaps(lines):
+    """Return metrics lines without what only some layouts have."""
+    return [{key: value for key, value in line.items() if "logp_gap" not in key} for line in lines]
 
 
 def check_same_rollouts_curve(expected, lines, name=""):
-    check_same_curve(without_times(expected), without_times(lines), 1e-4, 1e-5, name)
+    check_same_curve(without_gaps(expected), without_gaps(lines), 1e-4, 1e-5, name)
 
 
 def test_the_same_rollouts_and_curve_in_every_layout(base):
@@ -275,7 +240,7 @@ def test_resume_goes_on_with_the_rollouts_of_its_batch(base):
     again = [line for line in losses_of(folder / "stopped", 2) if line["step"] > 2]
     # an evaluation comes at the end of each command
     training = [line for line in again if "loss" in line]
-    assert without_times(training) == without_times([line for line in own if "loss" in line])
+    assert without_gaps(training) == without_gaps([line for line in own if "loss" in line])
     assert training[0]["rollout/staleness"] == 2 and training[1]["rollout/staleness"] == 0
     assert training[0]["rollout/ratio"] != 1.0
     run_all(2, [*argv, config_of(base, 3, 2, 2), "--steps=4", moved])
@@ -291,7 +256,7 @@ def test_rollouts_do_not_disturb_training(base):
                  for name, count in (("some", 6), ("none", 0))])
     curves = []
     for name in ("some", "none"):
-        lines = without_times(losses_of(folder / name, -1))
+        lines = without_gaps(losses_of(folder / name, -1))
         curves.append([line for line in lines if "loss" in line])
     assert curves[0] == curves[1]
     evaluations = [line for line in losses_of(folder / "some", -1) if "eval/kd" in line]
