@@ -461,6 +461,13 @@ def test_a_term_weighs_what_was_written_before_it(kind):
     assert found[0].tolist() == pytest.approx(expected, rel=1e-6)
     assert (sums.count, sums.limited) == (5, 1)
     assert largest == pytest.approx(math.exp(2.0), rel=1e-6)
+    # padding changes nothing, though the product behind the last written token is larger
+    last = torch.tensor([[nan, -1.0, -4.0, nan]]), torch.tensor([[-9.0, -0.5, -1.0, -9.0]])
+    for width in (3, 4):
+        old, now = [x[:, :width] for x in last]
+        batch = Batch(StudentBatch(old, old, old, None, logp=old), [], Counts(), [])
+        _, largest = rollout_ratio(cfg, batch, now, None, RatioSums())
+        assert largest == pytest.approx(math.exp(0.5), rel=1e-6)
 
 
 # --- the writer's weights -------------------------------------------------------------------------

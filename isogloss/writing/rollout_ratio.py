@@ -111,7 +111,9 @@ def rollout_ratio(cfg, batch, logp_BS, sequence_group, sums):
     sums.total += float(ratio_BS[is_written_BS].sum())
     sums.count += int(is_written_BS.sum())
     sums.limited += int(is_limited_BS[is_written_BS].sum())
-    return torch.where(is_written_BS, ratio_BS, 1.0), float(unlimited.max())
+    # behind a text's end the product goes on, as far as its row has padding
+    largest = float(unlimited.masked_fill(~mask, 0.0).max())
+    return torch.where(is_written_BS, ratio_BS, 1.0), largest
 
 
 def whole_rows(values_BS, sequence_group):
