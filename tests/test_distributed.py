@@ -446,8 +446,7 @@ def test_what_was_written_last_counts_after_going_back(tmp_path):
     for number, step in enumerate((500, 600, 300)):
         folders.append(tmp_path / f"step_{step:07d}")
         folders[-1].mkdir()
-        # of earlier versions, which went by the clock
-        position = {"step": step, "run": {}, "layout": {}, "written": number}
+        position = {"step": step, "run": {}, "layout": {}, "count": number + 1}
         (folders[-1] / "position.json").write_text(json.dumps(position))
     assert checkpoint.complete_checkpoints(tmp_path) == folders
     assert checkpoint.find_checkpoint("auto", tmp_path, {}) == folders[-1]
