@@ -783,10 +783,9 @@ def projection_kl(
 ) -> SumAndCount:
     """Compute P-KL: the sum over chunks of tau^2 KL(target || r) in the teacher's vocabulary.
 
-    r = mean over the student positions of the chunk of softmax(x / tau) @ W, renormalized over the
-    kept columns; target = mean over its teacher positions of softmax(y / tau) over the kept
-    columns.  Averaging probabilities keeps the target normalized, so the loss is never negative and
-    zero when the models agree.
+    r = mean over the chunk's student positions of softmax(x / tau) @ W, target = mean over its
+    teacher positions of softmax(y / tau), both renormalized over the kept columns: never negative,
+    and zero when the models agree.
 
     Args:
         student_logits_BSV, teacher_logits_BTW: any float type; the teacher gets no gradient; may
@@ -794,28 +793,24 @@ def projection_kl(
         student_chunk_BS, teacher_chunk_BT: int64, shifted chunk ids, -1 for none.
         indices_VK, likelihoods_VK: the projection, -1 in unused slots; rows sum to 1 or 0.
         kept_K: (K,) int64 sorted teacher columns; None keeps all.
-        teacher_average: "p", or "logp" for the un-normalized mean of log-probabilities that NeMo-RL
-            uses (can be negative; kept for comparison with it).
+        teacher_average: "p", or "logp": the mean of log-probabilities, as NeMo-RL's (can be < 0).
         reverse: KL(r || target).
-        entries: `projection_entries` of this projection and these kept columns, if many calls share
-            them.
+        entries: `projection_entries` of these arguments, if many calls share them.
         chunks: `find_chunks` of the same ids, if known; then nothing here waits for the device.
-        has_rest: the last column of the teacher's logits is no token, but all those whose logits
-            are -inf, as one event (`tiles.TopKLogits`).  It is compared with all columns of which
-            the chunk's rows keep nothing.  Not with teacher_average "logp".
+        has_rest: the last teacher column is all tokens whose logits are -inf (`tiles.TopKLogits`),
+            compared with all columns of which the chunk's rows keep nothing.  Not with "logp".
     Returns:
         (sum, count): nats over chunks that have a position on both sides, and how many there are.
     Raises:
-        ValueError: logits of more or fewer tokens than the tables, such as those of a padded head.
-            (Of the teacher's tokens a projection knows the mapped ones alone: cut its logits.)
+        ValueError: logits of more or fewer tokens than the tables.  (Of the teacher's a projection
+            knows the mapped ones alone: cut the padding of its head.)
     """
     check_side("student", student_logits_BSV, student_chunk_BS=student_chunk_BS)
     check_side("teacher", teacher_logits_BTW, teacher_chunk_BT=teacher_chunk_BT)
     check_width("student", student_logits_BSV, len(indices_VK), "indices_VK")
-    if entries is not None and kept_K is None:
+    if entries and kept_K is None:
         check_width("teacher", teacher_logits_BTW, entries.width + has_rest, "entries")
-    if chunks is None:
-        chunks = find_chunks(student_chunk_BS, teacher_chunk_BT)
+    chunks = chunks or find_chunks(student_chunk_BS, teacher_chunk_BT)
     with torch.no_grad():
         y_MW = _chunk_rows(teacher_logits_BTW.detach(), chunks.row_T, chunks.whole_T, temperature)
         if kept_K is not None and has_rest:
@@ -838,8 +833,7 @@ def projection_kl(
         log_r_CK = (r_CK + EPSILON).log()
     kl_C = _kl(log_r_CK, log_target_CK) if reverse else _kl(log_target_CK, log_r_CK)
     value_C = temperature**2 * kl_C
-    shape_BS = student_chunk_BS.shape
-    return reduce_terms(value_C, chunks.first_S, shape_BS, weight_BS, reduction)
+    return reduce_terms(value_C, chunks.first_S, student_chunk_BS.shape, weight_BS, reduction)
 
 
 def _projection_target(

@@ -421,9 +421,8 @@ def translated(
         nodes: from `list_nodes` of the same batch.
         divergence: one of losses.py that compares two models with one vocabulary: `forward_kl`,
             `reverse_kl`, `generalized_jsd`, `total_variation`, ...
-        text_weight: of the cross-entropy of what the roots leave open: of the text's tokens in
-            their cells, and behind the first position of an n:m chunk, there in place of its rest.
-            For training without another cross-entropy.
+        text_weight: of the cross-entropy of what the roots leave open, for training without another
+            one: of tokens in their cells, and in place of the rest of n:m chunks.
         has_rest: the teacher's logits have W + 1 columns, some -inf and the last the rest, as those
             of `tiles.TopKLogits`, and the tables are those of `with_rest`; see `merge_rest`.  In
             other nodes than roots tokens that are not kept count as tokens that do not come.
