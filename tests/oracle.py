@@ -5,12 +5,11 @@ the gradients.
 """
 
 import math
-from itertools import accumulate
 
 import torch
 
 ZERO = torch.zeros((), dtype=torch.float64)
-NOTHING = torch.tensor(2.0**-126, dtype=torch.float64)  # stands for 0, in any precision
+LOG_ZERO = math.log(2.0**-126)  # nats, of the smallest normal float32
 
 
 def softmax(logits, tau=1.0):
@@ -53,10 +52,29 @@ def cross_entropy(logits, labels):
 
 
 def merge(student_bytes, teacher_bytes):
-    """Return the chunk of every token: how many common boundaries lie before its end."""
-    sides = [list(accumulate(map(len, pieces))) for pieces in (student_bytes, teacher_bytes)]
-    common = set(sides[0]) & set(sides[1])
-    return [[sum(boundary < end for boundary in common) for end in ends] for ends in sides]
+    """Return the chunk of every token, by comparing every boundary with every other."""
+    student_ends = token_ends(student_bytes)
+    teacher_ends = token_ends(teacher_bytes)
+    common = sorted(set(student_ends) & set(teacher_ends))
+    return [chunks_of_ends(ends, common) for ends in (student_ends, teacher_ends)]
+
+
+def token_ends(pieces):
+    ends = []
+    length = 0
+    for piece in pieces:
+        length += len(piece)
+        ends.append(length)
+    return ends
+
+
+def chunks_of_ends(ends, common):
+    """Return the number of the first common boundary at or after each end."""
+    numbers = []
+    for end in ends:
+        reached = [i for i, boundary in enumerate(common) if end <= boundary]
+        numbers.append(reached[0])
+    return numbers
 
 
 def chunks(student_chunk, teacher_chunk):
@@ -141,13 +159,21 @@ class Translation:
         raw: the bytes of both vocabularies' tokens, and a function of the student's tokenizer, by
             which choices are asked of closed tokens; (): of all.
         text_weight: (of `terms`) of the text's own part, see `translated`.
+        separate_cells: True: as the definition was, a cell for each token that begins a B.
+        log_zero: nats that stand for log 0.
+        soften_tokens, normalize_first: True: as the definition was, tokens softened before they are
+            summed, and what can come at a root normalized before it is mixed.
         top_k, support: of the cells of a node, see `positions`.
     """
 
-    def __init__(self, A, B, unwritten, joined, *raw, top_k=0, support="teacher"):
+    def __init__(self, A, B, unwritten, joined, *raw, separate_cells=False, log_zero=LOG_ZERO,
+                 soften_tokens=False, normalize_first=False, top_k=0, support="teacher"):
         self.A = A
         self.B = [[] if v in unwritten else spelled for v, spelled in enumerate(B)]
         self.joined = joined
+        self.log_zero = log_zero
+        self.soften_tokens = soften_tokens
+        self.normalize_first = normalize_first
         self.top_k = top_k
         self.support = support
         heads = {spelled[0] for spelled in self.B if spelled}
@@ -161,7 +187,7 @@ class Translation:
                 self.longer[w] = spelled[0]
         self.raw = raw
         for w in sorted(heads):
-            if A[w] and self.B[A[w][0]]:
+            if not separate_cells and A[w] and self.B[A[w][0]]:
                 self.join(self.cell_of_teacher[w], self.cell_of_student[A[w][0]])
 
     def join(self, cell, other):
@@ -189,8 +215,10 @@ class Translation:
 
     def compare(self, p, q):
         """Return the divergence of two dicts of masses with the same keys, in their scope."""
-        p, q = [softened([side[cell] for cell in p], self.tau) for side in (p, q)]
-        q = [max(mass, NOTHING) for mass in q]
+        tau = 1.0 if self.soften_tokens else self.tau
+        p, q = [softened([side[cell] for cell in p], tau) for side in (p, q)]
+        nothing = torch.tensor(self.log_zero, dtype=torch.float64).exp()
+        q = [max(mass, nothing) for mass in q]
         if self.top_k:
             ids = most_likely(q if self.support == "teacher" else p, self.top_k)
             p, q = buckets(p, ids, True), buckets(q, ids, True)
@@ -205,7 +233,11 @@ class Translation:
     def possible(self, q, before, came):
         """Return {teacher token: its mass} of those that have a cell and that no join forbids."""
         out = self.joined.get(before, set()) - {came}
-        return {w: ZERO if w in out else q[w] for w in self.cell_of_teacher}
+        q = {w: ZERO if w in out else q[w] for w in self.cell_of_teacher}
+        if self.normalize_first:
+            total = sum(q.values())
+            q = {w: mass / total for w, mass in q.items()}
+        return q
 
     def root(self, p, q, going, goes_on):
         cells = sorted(set(self.cell_of_student.values()), key=str)
@@ -281,19 +313,20 @@ class Translation:
               name, tau=1.0, coefficient=0.0, text_weight=0.0):
         """Return [(sample, student position, counts, term)]."""
         self.name, self.tau, self.coefficient = name, tau, coefficient
+        at = tau if self.soften_tokens else 1.0
         found = chunks(student_chunk, teacher_chunk)
         terms = []
         for b, rows_S, rows_T in found:
-            p = [softmax(x[b, t]) for t in rows_S]
+            p = [softmax(x[b, t], at) for t in rows_S]
             # the row behind a text's last token is one of its own, and predicts nothing that came
             end = min(last_position(teacher_chunk[b]) + 2, y.shape[1])
-            q = [softmax(y[b, t]) for t in range(rows_T[0], end)]
+            q = [softmax(y[b, t], at) for t in range(rows_T[0], end)]
             came = teacher_next[b, rows_T[0] : rows_T[0] + len(q)].tolist()
             written = student_next[b, rows_S].tolist()
             going, goes_on = ZERO, {}
             u = self.ended(student_next, teacher_next, found, b, (rows_S, rows_T))
             if u is not None:
-                going, goes_on = self.going_on(softmax(y[b, rows_T[0] - 1]), self.A[u])
+                going, goes_on = self.going_on(softmax(y[b, rows_T[0] - 1], at), self.A[u])
             possible = self.possible(q[0], int(student_ids[b, rows_S[0]]), came[0])
             terms.append((b, rows_S[0], 1, self.root(p[0], possible, going, goes_on)))
             for term in self.choices(p[0], possible, q, came, written[0], going, goes_on):
@@ -312,9 +345,9 @@ class Translation:
                 text = -chunk_logp(x, student_next, b, rows_S[1:])
                 terms.append((b, rows_S[1], 1, text_weight * text / tau**2))
             elif len(rows_S) > 1:
-                sides = [chunk_logp(*side).exp() for side in (
+                sides = [chunk_logp(*side, at).exp() for side in (
                     (x, student_next, b, rows_S), (y, teacher_next, b, rows_T))]
-                p_all, q_all = [softened([mass, 1 - mass], tau) for mass in sides]
+                p_all, q_all = [softened([mass, 1 - mass], tau / at) for mass in sides]
                 terms.append((b, rows_S[1], 1, kl(q_all, p_all)))
         return [(b, t, counts, tau**2 * term) for b, t, counts, term in terms]
 
