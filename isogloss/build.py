@@ -173,7 +173,7 @@ def prepare(state, inputs, roles, stack):
             check_sequence_shards(state)
         if cfg.pack:
             check_packing(state)
-        writes = cfg.on_policy and not cfg.rollout_command
+        writes = cfg.on_policy and not cfg.writer_command
         if inputs.tasks or cfg.eval_samples or writes:
             state.whole_student = WholeStudent(
                 state.engine, state.sequence_group, state.device, cfg.rollout_replica)
@@ -231,7 +231,7 @@ def build_writer(state, inputs):
     return Writer(
         cfg, state.engine, inputs.student, build_collator(cfg, inputs, state.device), prompter,
         inputs.data.held_out_reader, inputs.data.held_out_data, state.device, state.sequence_group,
-        None if cfg.rollout_command else state.whole_student)
+        None if cfg.writer_command else state.whole_student)
 
 
 # --- teachers on ranks of their own ---------------------------------------------------------------

@@ -1,5 +1,7 @@
 """Define the flags of distill.py: their meaning, their checks, their values for each teacher."""
 
+import shlex
+import sys
 from dataclasses import dataclass, replace
 from datetime import date
 from pathlib import Path
@@ -70,7 +72,7 @@ FOREIGN = {
     "alpha": "--ce_weight and --kd_weight", "beta": "--jsd_beta", "lmbda": "--on_policy",
     "vocab_topk": "--projection_topk", "max_new_tokens": "--rollout_tokens",
     "max_completion_length": "--rollout_tokens", "num_generations": "--rollouts_per_prompt",
-    "use_vllm": "--rollout_command", "tensor_parallel_size": "--teacher_tp",
+    "use_vllm": "--writer vllm", "tensor_parallel_size": "--teacher_tp",
     "context_parallel_size": "--sequence_parallel",
 }
 
@@ -318,9 +320,13 @@ class OnPolicyFlags:
     rollout_replica: bool = flag(
         True, "with ZeRO-3, write with a whole copy of the student on every rank. false gathers "
         "layer by layer for every token, which is slow and takes no memory.", free=True)
+    writer: str = flag(
+        "student", "what writes with the student's weights. student: it does, in this job. vllm: "
+        "vLLM of this environment, a process on every node.", choices=("student", "vllm"),
+        free=True)
     rollout_command: str = flag(
-        "", "command of a process that writes instead of this job, one on every node, as "
-        '"/env/bin/python -m isogloss.vllm_writer". Empty: the student itself writes.', free=True)
+        "", "command of another process that writes, one on every node, as "
+        '"/env/bin/python -m isogloss.vllm_writer" for a vLLM of another environment.', free=True)
     rollout_timeout: float = flag(
         600.0, "seconds for an answer of that process; then the job ends. 1 to 800. For loading "
         "it has an hour.", low=1, high=800, free=True)
@@ -612,6 +618,13 @@ class Config(ModelFlags, DataFlags, LossFlags, OnPolicyFlags,
                              f"within --max_length {self.max_length}")
 
     @property
+    def writer_command(self):
+        """Command of the process that writes; empty: the student itself does."""
+        if self.writer == "vllm":
+            return shlex.join([sys.executable, "-m", "isogloss.vllm_writer"])
+        return self.rollout_command
+
+    @property
     def teacher_kind(self):
         return kind_of(self)
 
@@ -705,8 +718,7 @@ EXCLUDES = [
     ("lora_r", "from_scratch", ", whose frozen weights would be random; leave out one of them"),
     ("lora_r", "pipeline_parallel",
      ", which cuts a model without adapters; use ZeRO-3, or leave out one of them"),
-    ("lora_r", "rollout_command",
-     ", which takes plain weights; let the student write itself, or leave out one of them"),
+    ("writer", "rollout_command", ": both say what writes; leave out one of them"),
     ("pipeline_parallel", "sequence_parallel", ": these do not go together; leave out one of them"),
     ("pipeline_parallel", "on_policy", ": these do not go together; leave out one of them"),
     ("teacher_prompt_key", "on_policy",

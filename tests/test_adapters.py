@@ -334,7 +334,6 @@ FLAGS = {
     "lora_r=2 merge": "--merge: says what --export writes",
     "lora_r=2 from_scratch": "--lora_r 2 with --from_scratch, whose frozen weights would",
     "lora_r=2 pipeline_parallel=2": "--lora_r 2 with --pipeline_parallel 2, which cuts a model",
-    "lora_r=2 rollout_command=x on_policy=1": "--lora_r 2 with --rollout_command x, which takes",
     "lora_r=-1": "--lora_r -1: expected 0 or more",
 }
 

@@ -138,6 +138,8 @@ FLAGS = {
         "--rollout_command /no/such: no such program",
     "--on_policy=1 --rollout_tokens=20 --rollout_command=false":
         "--rollout_command false: ended with exit code 1",
+    "--on_policy=1 --rollout_tokens=20 --writer=vllm": "--writer vllm: there is no vllm here",
+    "--on_policy=1 --writer=vllm --rollout_command=x": "--writer vllm with --rollout_command x",
     "--on_policy=1 --dynamic_scale": "there is no cross-entropy",
     # joined rows
     "--join_rows=99 --on_policy=1 --rollout_tokens=20":

@@ -171,6 +171,11 @@ def is_adapter(name):
     return ".lora_A." in name or ".lora_B." in name
 
 
+def plain_name(name):
+    """Return the name that a frozen weight has in the model without its adapter."""
+    return name.replace(".base_layer.", ".")
+
+
 def adapter_of(model):
     """Return peft's config of a model's adapter, None of a model without one."""
     return getattr(model, "peft_config", {}).get(NAME)
@@ -230,16 +235,17 @@ def merged_weights(model, weights):
         model: with the adapter; its own tensors are not read.
         weights: {name: whole tensor} of it.
     """
-    plain = {}
-    for name, tensor in weights.items():
-        if not is_adapter(name):
-            plain[name.replace(".base_layer.", ".")] = tensor
+    plain = {plain_name(name): tensor for name, tensor in weights.items() if not is_adapter(name)}
     for name, layer in layers_of(model).items():
         down = weights[f"{name}.lora_A.{NAME}.weight"]
         up = weights[f"{name}.lora_B.{NAME}.weight"]
-        weight = plain[f"{name}.weight"]
-        plain[f"{name}.weight"] = (weight.float() + _product(layer, down, up)).to(weight.dtype)
+        plain[f"{name}.weight"] = merged_weight(layer, plain[f"{name}.weight"], down, up)
     return plain
+
+
+def merged_weight(layer, weight, down_RI, up_OR):
+    """Return a weight of a layer with an adapter, whose product is added."""
+    return (weight.float() + _product(layer, down_RI, up_OR)).to(weight.dtype)
 
 
 def write_adapter(config, weights, folder):

@@ -127,8 +127,8 @@ def check_side_by_side(state):
             equal_lengths = needs_equal_lengths(model, state.vocab, agree)
         except ValueError as error:
             raise ValueError(f"--student {state.cfg.student}: {error}, as rollouts, samples and "
-                             "tasks with written answers need it; leave these out, or let a "
-                             "--rollout_command write") from None
+                             "tasks with written answers need it; leave these out, or let "
+                             "--writer vllm write") from None
     state.whole_student.equal_lengths = equal_lengths
     if state.tasks:
         state.tasks.encoder.equal_lengths = equal_lengths

@@ -8,7 +8,7 @@ Tests: tests/test_on_policy.py, tests/test_pipeline.py.
 """
 
 import copy
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 
 import deepspeed
@@ -20,7 +20,15 @@ from transformers import AutoModelForCausalLM
 from isogloss.job.counts import global_sums
 from isogloss.job.rendezvous import values_of_ranks
 from isogloss.job.sequence_group import SequenceGroup
-from isogloss.models.adapters import adapter_of, add_adapter
+from isogloss.models.adapters import (
+    NAME,
+    adapter_of,
+    add_adapter,
+    is_adapter,
+    layers_of,
+    merged_weight,
+    plain_name,
+)
 from isogloss.student.engine import gathered
 
 
@@ -117,6 +125,26 @@ def refresh(copies, model):
         with gathered(parameter), torch.no_grad():
             if name in copies:
                 copies[name].copy_(parameter)
+
+
+def refresh_plain(copies, model):
+    """Copy the weights of a model without its adapter, whose products are added; see `refresh`.
+
+    Args:
+        copies: {name without the adapter: tensor}.
+    """
+    adapted = {f"{name}.base_layer.weight": layer for name, layer in layers_of(model).items()}
+    for name, parameter in model.named_parameters():
+        if is_adapter(name):
+            continue
+        layer = adapted.get(name)
+        pair = [half[NAME].weight for half in (layer.lora_A, layer.lora_B)] if layer else []
+        with ExitStack() as stack, torch.no_grad():
+            for part in (parameter, *pair):
+                stack.enter_context(gathered(part))
+            copied = copies.get(plain_name(name))
+            if copied is not None:
+                copied.copy_(merged_weight(layer, parameter, *pair) if layer else parameter)
 
 
 def refresh_from_stages(copies, engine):

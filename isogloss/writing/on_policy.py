@@ -7,6 +7,8 @@ and what is logged of them.
 Tests: tests/test_on_policy.py.
 """
 
+import copy
+import importlib.util
 import os
 import time
 from dataclasses import dataclass, field
@@ -39,8 +41,9 @@ from isogloss.job.counts import Counts, PairCounts, Sums, global_sums, mean_of
 from isogloss.job.rendezvous import values_of_ranks
 from isogloss.job.sequence_group import SequenceGroup
 from isogloss.job.watch import node_name
+from isogloss.models.adapters import is_adapter, plain_name
 from isogloss.rollout import Prompt, write
-from isogloss.student.whole_student import WholeStudent, refresh
+from isogloss.student.whole_student import WholeStudent, refresh_plain
 from isogloss.targets import rollout_nats
 from isogloss.writing.rollout_ratio import current_logp
 from isogloss.writing.writer_process import (
@@ -100,10 +103,15 @@ class Writer:
     shared: dict = field(default_factory=dict)  # {name: weight} in the memory of the process
 
     def __post_init__(self):
-        if self.cfg.rollout_command:
-            check_command(self.cfg.rollout_command)
+        command = self.cfg.writer_command
+        if self.cfg.writer == "vllm" and importlib.util.find_spec("vllm") is None:
+            raise ValueError(
+                "--writer vllm: there is no vllm here; install it, or name a Python that has it, as "
+                '--rollout_command "/env/bin/python -m isogloss.vllm_writer"')
+        if command:
+            check_command(command)
             if os.environ["LOCAL_RANK"] == "0":
-                self.process = WriterProcess(self.cfg.rollout_command, self.cfg.rollout_timeout)
+                self.process = WriterProcess(command, self.cfg.rollout_timeout)
 
     # the rollouts of a step
 
@@ -167,7 +175,7 @@ class Writer:
         for prompt in shard:
             key = self.cfg.seed, purpose, *prompt.key
             starts.append(Prompt(prompt.ids, key, prompt.max_new_tokens))
-        if self.cfg.rollout_command:
+        if self.cfg.writer_command:
             completions = self._written_by_process(starts)
         else:
             with self.student.model() as (model, agree):
@@ -200,7 +208,7 @@ class Writer:
     def has_other_weights(self):
         """Tell whether what writes is not the student itself."""
         has_replica = self.student is not None and self.student.replica is not None
-        return has_replica or bool(self.cfg.rollout_command)
+        return has_replica or bool(self.cfg.writer_command)
 
     def _written_by_process(self, starts):
         """Return the Completions of this rank's prompts, by the process of its node.
@@ -235,8 +243,7 @@ class Writer:
         if self.process.is_loaded:
             self.process.refresh()
         else:
-            dtype = next(self.engine.module.model.parameters()).dtype
-            self.process.load(self.cfg.student, dtype, self.encoder.max_length)
+            self._load_process()
         of_node = []
         for rank, (node, prompts) in enumerate(asked):
             if node == node_name():
@@ -249,6 +256,23 @@ class Writer:
             by_rank.setdefault(rank, []).append(completion)
         return by_rank
 
+    def _load_process(self):
+        """Let the process load the student, without the rows behind its vocabulary."""
+        model = self.engine.module.model
+        vocab = len(self.encoder.table)
+        config = copy.deepcopy(model.config)
+        text_config = config.get_text_config()
+        text_config.vocab_size = min(vocab, text_config.vocab_size)
+        config.architectures = [type(model).__name__]
+        modules = model.get_input_embeddings(), model.get_output_embeddings()
+        with_rows = {id(parameter) for module in modules for parameter in module.parameters()}
+        num_rows = {}
+        for name, parameter in model.named_parameters():
+            if id(parameter) in with_rows:
+                num_rows[plain_name(name)] = text_config.vocab_size
+        dtype = next(model.parameters()).dtype
+        self.process.load(config, dtype, self.encoder.max_length, num_rows)
+
     def _share_weights(self):
         """Write the current weights to the memory of the process; all ranks take part."""
         model = self.engine.module.model
@@ -256,14 +280,16 @@ class Writer:
             of_parameter = {}
             weights = {}
             for name, parameter in model.named_parameters(remove_duplicate=False):
+                if is_adapter(name):
+                    continue
                 if id(parameter) not in of_parameter:
                     # partitioned parameters have their own shape only while they are gathered
                     shape = getattr(parameter, "ds_shape", parameter.shape)
                     of_parameter[id(parameter)] = torch.empty(
                         shape, dtype=parameter.dtype, device=self.device)
-                weights[name] = of_parameter[id(parameter)]
+                weights[plain_name(name)] = of_parameter[id(parameter)]
             self.shared = self.process.share(weights)
-        refresh(self.shared, model)
+        refresh_plain(self.shared, model)
 
     # the state of a run
 

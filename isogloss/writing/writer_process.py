@@ -4,7 +4,7 @@ vLLM and SGLang need other versions of torch and transformers than this job, so 
 a command that the first rank of every node starts (`--rollout_command`).  They talk in lines of
 JSON through its standard input and output, in token ids, never in text:
 
-    {"do": "load", "model": directory, "dtype": "bfloat16", "max_length": 2048,
+    {"do": "load", "model": directory of its config.json, "dtype": "bfloat16", "max_length": 2048,
      "weights": {name: handle}, "tied": [name, ...]}                 -> {"done": number of weights}
     {"do": "refresh"}                                                -> {"done": number of weights}
     {"do": "write", "prompts": [{"ids": [...], "key": [...], "max_new_tokens": 128}, ...],
@@ -13,7 +13,8 @@ JSON through its standard input and output, in token ids, never in text:
 
 Anything it cannot do it answers by {"error": line}.  The weights lie in memory that both processes
 see (ipc.py: CUDA IPC, shared memory on a CPU).  Before every refresh the job has written the new
-ones there; the engine copies them into its model and forgets cached prefixes.
+ones there; the engine copies them into its model and forgets cached prefixes.  Of an embedding and
+a head it sees the rows of tokens alone, not those that pad them.
 
 Tests: tests/test_writer_process.py.
 """
@@ -26,6 +27,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -89,6 +91,7 @@ class WriterProcess:
             os.set_blocking(pipe.fileno(), False)
         self.handles = {}
         self.tied = []  # names of the same weight
+        self.folder = tempfile.TemporaryDirectory(prefix="isogloss")  # of the model's config
 
     def error(self, what):
         return WriterError(f"--rollout_command {self.command}: {what}")
@@ -177,15 +180,19 @@ class WriterProcess:
         self.tied = [names for names in names_of.values() if len(names) > 1]
         return {name: ipc.attach(handle) for name, handle in self.handles.items()}
 
-    def load(self, model, dtype, max_length):
+    def load(self, config, dtype, max_length, num_rows):
         """Let the engine load a model with the shared weights.
 
         Args:
-            model: directory or hub id, of which it reads the config.
+            config: of transformers.
+            num_rows: {name of a weight: of so many rows the engine knows}.
         """
         plain = {name: handle.to_plain() for name, handle in self.handles.items()}
+        for name in num_rows.keys() & plain.keys():
+            plain[name]["shape"][0] = num_rows[name]
+        config.save_pretrained(self.folder.name)
         self._check_number(self.ask(
-            LOADING_SECONDS, do="load", model=str(model),
+            LOADING_SECONDS, do="load", model=self.folder.name,
             dtype=str(dtype).removeprefix("torch."), max_length=max_length, weights=plain,
             tied=self.tied))
         self.is_loaded = True
@@ -232,6 +239,7 @@ class WriterProcess:
         for handle in self.handles.values():
             ipc.release(handle)
         self.handles = {}
+        self.folder.cleanup()
 
 
 def _shortened(value):
