@@ -141,9 +141,12 @@ def take_steps(state, batches, held_out, start, *, log, signals, times_collectiv
         # Teachers on ranks of their own or on servers run on the next step meanwhile; not across an
         # evaluation, because they respond in the order in which they are asked, and not on what the
         # student will write with the weights that this step makes.
-        is_known = not state.writer or state.writer.staleness(step + 1) > 0
+        is_known = not state.writer or not state.writer.starts_batch(step + 1)
         looks_ahead = state.asks_ahead and step < cfg.steps and not evaluates and is_known
         upcoming = next_micro_batches(state, batches, step + 1) if looks_ahead else None
+        if state.writer and step < cfg.steps and state.writer.writes_ahead(step + 1):
+            state.drafts = drawn(state, batches)
+            state.writer.begin(state.drafts)
         report = train_step(state, micro_batches)
         state.steps_taken = step
         log.write_later(step, partial(once.timed_metrics, report, begin, Moment(state.device)))
@@ -168,10 +171,8 @@ def take_steps(state, batches, held_out, start, *, log, signals, times_collectiv
 
 def next_micro_batches(state, batches, step):
     """Return the micro-batches of a step; teachers that work elsewhere start on them at once."""
-    num = state.engine.gradient_accumulation_steps()
-    begin = time.perf_counter()
-    micro_batches = [next(batches) for _ in range(num)]
-    state.data_seconds += time.perf_counter() - begin
+    micro_batches = state.drafts or drawn(state, batches)
+    state.drafts = None
     for batch in micro_batches:
         state.places.note(batch.place)
     if state.writer:  # drafts so far, for which the student writes now
@@ -181,6 +182,14 @@ def next_micro_batches(state, batches, step):
             for batch in micro_batches:
                 setup.source.request(batch.teachers[number])
     return micro_batches
+
+
+def drawn(state, batches):
+    """Return the next Batches of the data, or Drafts of them where the student writes."""
+    begin = time.perf_counter()
+    drafts = [next(batches) for _ in range(state.engine.gradient_accumulation_steps())]
+    state.data_seconds += time.perf_counter() - begin
+    return drafts
 
 
 def train_step(state, micro_batches):

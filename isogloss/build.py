@@ -56,6 +56,7 @@ from isogloss.teachers.remote import (
     client_size,
     serve_requests,
 )
+from isogloss.writing.node_writer import NodeWriter
 from isogloss.writing.on_policy import Writer, check_writing
 
 
@@ -80,6 +81,7 @@ class TrainState:
         writer: Writer of what the student learns from itself, or None.
         places: Places from which a stream of data can go on.
         steps_taken: steps of the whole run so far.
+        drafts: of the next step, for which something else writes meanwhile, or None.
         data_seconds: for which this rank has waited for data since its last step.
         waiting: Waiting, which says so where that is long.
         uploads: Uploads of the micro-batches.
@@ -101,6 +103,7 @@ class TrainState:
     writer: Writer | None = None
     places: Places = field(default_factory=Places)
     steps_taken: int = 0
+    drafts: list | None = None
     data_seconds: float = 0.0
     waiting: Waiting = field(default_factory=Waiting)
     uploads: Uploads = field(init=False)
@@ -228,10 +231,13 @@ def build_writer(state, inputs):
     """Return the Writer of a run."""
     cfg = state.cfg
     prompter = build_prompter(cfg, inputs.student, samples_per_step(cfg, state.engine))
+    elsewhere = None
+    if cfg.writer_command:
+        elsewhere = NodeWriter(cfg, state.engine, inputs.student, state.device)
     return Writer(
         cfg, state.engine, inputs.student, build_collator(cfg, inputs, state.device), prompter,
         inputs.data.held_out_reader, inputs.data.held_out_data, state.device, state.sequence_group,
-        None if cfg.writer_command else state.whole_student)
+        None if elsewhere else state.whole_student, elsewhere)
 
 
 # --- teachers on ranks of their own ---------------------------------------------------------------

@@ -327,6 +327,9 @@ class OnPolicyFlags:
     rollout_command: str = flag(
         "", "command of another process that writes, one on every node, as "
         '"/env/bin/python -m isogloss.vllm_writer" for a vLLM of another environment.', free=True)
+    staleness: int = flag(
+        1, "steps that the weights with which such a process writes may be old, 0 or 1. 1: it "
+        "writes for the next step while this one trains.", low=0, high=1)
     rollout_timeout: float = flag(
         600.0, "seconds for an answer of that process; then the job ends. 1 to 800. For loading "
         "it has an hour.", low=1, high=800, free=True)

@@ -11,9 +11,9 @@ node, on the GPU of its first rank, so leave it memory there:
     --memory 0.3             of that GPU, for its weights and what it keeps of texts
     --tensor_parallel 1      GPUs that share a copy, from that one on
 
-The job's weights arrive in shared memory; each worker of vLLM maps it and copies what it needs.  The
-job compares log-probabilities after every refresh (`rollout/logp_gap`).  vLLM draws as it likes:
-other batches may give other texts, where the student's own writing does not depend on the layout.
+The job's weights arrive in shared memory; each worker of vLLM maps it and copies what it needs.
+The job compares log-probabilities (`rollout/logp_gap`).  vLLM draws by itself: other batches may
+give other texts, where the student's own writing does not depend on the layout.
 
 Tests: tests/run_vllm.py (`make test-vllm`); of the protocol tests/test_writer_process.py.
 """
@@ -21,11 +21,6 @@ Tests: tests/run_vllm.py (`make test-vllm`); of the protocol tests/test_writer_p
 import argparse
 import os
 import sys
-
-# of the job's own ranks
-for variable in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
-    os.environ.pop(variable, None)
-os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 
 import torch
 from vllm import LLM, SamplingParams, TokensPrompt

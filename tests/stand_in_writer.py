@@ -1,9 +1,10 @@
 """Write with transformers in vLLM's place: a process with the protocol of isogloss/vllm_writer.py.
 
-    python tests/stand_in_writer.py [stale | dies | stops]
+    python tests/stand_in_writer.py [stale | dies | stops | asks]
 
 stale: it says that it took over the weights, and does not.  dies: at the second request to write.
 stops: at the fourth request to write it asks the job to end by SIGTERM, and never answers.
+asks: it asks at the third one, and answers.
 """
 
 import os
@@ -49,10 +50,10 @@ class Engine:
         self.requests += 1
         if self.fault == "dies" and self.requests == 2:
             os._exit(7)
-        if self.fault == "stops" and self.requests == 4:
+        if self.requests == {"stops": 4, "asks": 3}.get(self.fault):
             keeper = Path(f"/proc/{os.getppid()}/stat").read_text()
             os.kill(int(keeper.rpartition(")")[2].split()[1]), signal.SIGTERM)
-            time.sleep(1000)
+            time.sleep(1000 if self.fault == "stops" else 0)
         starts = [rollout.Prompt(prompt["ids"], tuple(prompt["key"]), prompt["max_new_tokens"])
                   for prompt in prompts]
         found = rollout.write(self.model, starts, stop_ids, vocab, temperature=temperature,

@@ -48,7 +48,7 @@ def test_another_process_writes_what_the_student_would(base):  # noqa: F811
     run_all(1, own)
     output = folder / "process"
     flags = [*argv, config_of(base, 3, 2, 2), f"--output_dir={output}",
-             f"--rollout_command={command()}"]
+             f"--rollout_command={command()}", "--staleness=0"]
     run_all(2, flags)
     check_same_rollouts_curve(without_entropy(losses_of(folder / "own", -1)),
                               without_entropy(losses_of(output, -1)))
@@ -78,7 +78,7 @@ def test_a_signal_while_a_writer_hangs_saves_the_steps_so_far(base):  # noqa: F8
     Its curve is that of a student that writes by itself.
     """
     folder, argv = base
-    argv = [*argv, config_of(base, 2, 8, 1), "--steps=4", "--rollout_eval=0"]
+    argv = [*argv, config_of(base, 2, 8, 1), "--steps=4", "--rollout_eval=0", "--staleness=0"]
     stopped = [*argv, f"--output_dir={folder / 'stopped'}"]
     straight = [*argv, f"--output_dir={folder / 'straight'}"]
     [codes] = ranks.run(1, run_distill, [
@@ -88,6 +88,41 @@ def test_a_signal_while_a_writer_hangs_saves_the_steps_so_far(base):  # noqa: F8
     assert (folder / "stopped" / "checkpoints" / "step_0000002").is_dir()
     check_same_rollouts_curve(without_entropy(losses_of(folder / "straight", -1)),
                               without_entropy(losses_of(folder / "stopped", -1)))
+
+
+@pytest.mark.slow
+def test_a_process_writes_while_the_student_trains(base):  # noqa: F811
+    """With the weights of one step before, which it had when it was asked.
+
+    A job that is asked to end keeps what is being written, and goes on as if it had not been.
+    """
+    folder, argv = base
+    argv = [*argv, config_of(base, 2, 8, 1), "--rollout_eval=0"]
+    ahead = [*argv, "--steps=4", f"--rollout_command={command()}",
+             f"--output_dir={folder / 'ahead'}"]
+    ended = [*argv, "--steps=4", f"--output_dir={folder / 'ended'}"]
+    config = json.loads((folder / "zero2-8-1.json").read_text())
+    config["optimizer"]["params"]["lr"] = 0.0
+    (folder / "still.json").write_text(json.dumps(config))
+    still = [*argv, "--steps=2", f"--output_dir={folder / 'still'}",
+             f"--ds_config={folder / 'still.json'}"]
+    [codes] = ranks.run(1, run_distill, [
+        ahead, [*ended, f"--rollout_command={command('asks')}"],
+        [*ended, f"--rollout_command={command()}"], still])
+    assert codes == [0, 128 + signal.SIGTERM, 0, 0]
+    lines = losses_of(folder / "ahead", -1)
+    steps = [line for line in lines if "loss" in line]
+    assert [line["rollout/staleness"] for line in steps] == [0, 1, 0, 1]
+    assert all(line["rollout/ratio"] != 1 for line in steps[1::2])
+    assert all(0 < line["rollout/effective_share"] < 1 for line in steps[1::2])
+    assert all(line["rollout/logp_gap"] < 1e-5 for line in steps[::2])
+    check_same_rollouts_curve(lines, losses_of(folder / "ended", -1))
+    assert written_by(folder / "ended") == written_by(folder / "ahead")
+    # in step 2 it writes what a student says that has learned nothing
+    of_ahead, of_still = (written_by(folder / name) for name in ("ahead", "still"))
+    assert [key for key in of_still if key[0] == 2]
+    for key, written in of_still.items():
+        assert of_ahead[key] == written
 
 
 def test_a_command_may_lie_in_a_home_directory(tmp_path, monkeypatch):

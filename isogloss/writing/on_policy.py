@@ -7,11 +7,10 @@ and what is logged of them.
 Tests: tests/test_on_policy.py.
 """
 
-import copy
-import importlib.util
-import os
 import time
+from contextlib import suppress
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import deepspeed
 import numpy as np
@@ -40,24 +39,21 @@ from isogloss.job.columns import to_device
 from isogloss.job.counts import Counts, PairCounts, Sums, global_sums, mean_of
 from isogloss.job.rendezvous import values_of_ranks
 from isogloss.job.sequence_group import SequenceGroup
-from isogloss.job.watch import node_name
-from isogloss.models.adapters import is_adapter, plain_name
 from isogloss.rollout import Prompt, write
-from isogloss.student.whole_student import WholeStudent, refresh_plain
+from isogloss.student.whole_student import WholeStudent
 from isogloss.targets import rollout_nats
+from isogloss.writing.node_writer import NodeWriter
 from isogloss.writing.rollout_ratio import current_logp
-from isogloss.writing.writer_process import (
-    WriterError,
-    WriterProcess,
-    WriterStopped,
-    check_command,
-    completion_of_plain,
-    prompt_as_plain,
-)
+from isogloss.writing.writer_process import WriterError, WriterStopped
 
 # Steps of which the first is asked how far the student is from its teachers, which takes the
 # teachers' logits once more: 6 % of a step of small models.
 MEASURED_STEP = 5
+# Of so many batches of rollouts two are written by today's weights where others are not, so that
+# they can be compared with the student itself: a writer may have kept a weight.
+COMPARED_EVERY = 50
+COMPARED = 0, 2
+PATIENCE = 20.0  # seconds that a job which is asked to end waits for what is written ahead
 
 
 @dataclass
@@ -66,6 +62,34 @@ class WrittenExample:
 
     rollout: Rollout
     route: object
+
+    def to_plain(self, age):
+        """Return a JSON-able dict.
+
+        Args:
+            age: see `Writer`; None: it was written ahead.
+        """
+        route = None if self.route is ... else [self.route]
+        return {"route": route, "rollout": self.rollout.to_plain(), "age": age}
+
+
+class Begun(NamedTuple):
+    """Hold the examples that are being written for, and the prompts of this rank."""
+
+    examples: list
+    shard: list
+
+
+def new_examples(drafts):
+    """Return the examples of Drafts that are to be written."""
+    return [example for draft in drafts for example in draft.examples
+            if isinstance(example.content, RolloutPrompt)]
+
+
+def written_examples(examples, rollouts):
+    """Return {(source, copy): WrittenExample}."""
+    return {rollout.prompt.key: WrittenExample(rollout, example.route)
+            for example, rollout in zip(examples, rollouts)}
 
 
 @dataclass
@@ -79,9 +103,12 @@ class Writer:
         held_out_data: rows of an evaluation.
         device: of this rank.
         sequence_group: ranks that read the same samples, or None.
-        student: WholeStudent that writes, unless a process of its own does.
-        process: WriterProcess of this node, on its first rank, or None.
+        student: WholeStudent that writes, unless a process does.
+        elsewhere: NodeWriter whose process writes, or None.
         written: {(source, copy): WrittenExample} of the current batch of rollouts.
+        age: steps before the batch's first one in which it was written, 0 or 1.
+        ahead: {(source, copy): WrittenExample} of the next batch, None before it is written.
+        begun: what is being written for the next batch, or None.
         seconds: that this rank has spent on the rollouts of the current step.
         records: the first rollouts of the latest step or evaluation, dicts of `record_of`.
     """
@@ -96,35 +123,26 @@ class Writer:
     device: torch.device
     sequence_group: SequenceGroup | None = None
     student: WholeStudent | None = None
-    process: WriterProcess | None = None
+    elsewhere: NodeWriter | None = None
     written: dict = field(default_factory=dict)
+    age: int = 0
+    ahead: dict | None = None
+    begun: "Begun | None" = None
     seconds: float = 0.0
     records: list = field(default_factory=list)
-    shared: dict = field(default_factory=dict)  # {name: weight} in the memory of the process
-
-    def __post_init__(self):
-        command = self.cfg.writer_command
-        if self.cfg.writer == "vllm" and importlib.util.find_spec("vllm") is None:
-            raise ValueError(
-                "--writer vllm: there is no vllm here; install it, or name a Python that has it, as "
-                '--rollout_command "/env/bin/python -m isogloss.vllm_writer"')
-        if command:
-            check_command(command)
-            if os.environ["LOCAL_RANK"] == "0":
-                self.process = WriterProcess(command, self.cfg.rollout_timeout)
 
     # the rollouts of a step
 
     def complete(self, drafts, step):
         """Return the Batches of the Drafts of a step; all ranks take part."""
         begin = time.perf_counter()
-        if self.staleness(step) == 0:
-            self._write_batch(drafts)
+        if self.starts_batch(step):
+            self._take_batch(drafts)
         batches = []
         for draft in drafts:
             examples = [self._finished(example) for example in draft.examples]
             batch = self.collator(examples, draft.sample_ids)
-            batch.rollout_age = self.staleness(step)
+            batch.rollout_age = (step - 1) % self.cfg.rollout_every + self.age
             num_old = sum(isinstance(example.content, OldRollout) for example in draft.examples)
             num_missing = num_old and sum(example.content is None for example in examples)
             batch.skipped_prompts = draft.skipped_prompts + num_missing
@@ -136,23 +154,46 @@ class Writer:
         self.seconds = time.perf_counter() - begin
         return batches
 
+    def starts_batch(self, step):
+        """Tell whether a step is the first one of those that use the same rollouts."""
+        return (step - 1) % self.cfg.rollout_every == 0
+
+    def writes_ahead(self, step):
+        """Tell whether the rollouts of a step are written while the step before it trains.
+
+        Now and then they are not, so that what writes is compared with the student itself.
+        """
+        if not (self.elsewhere and self.cfg.staleness and self.starts_batch(step)):
+            return False
+        batch = (step - 1) // self.cfg.rollout_every
+        return batch % COMPARED_EVERY not in COMPARED
+
+    def begin(self, drafts):
+        """Let the process write what the Drafts of the next step need; all ranks take part."""
+        examples = new_examples(drafts)
+        shard, starts = self._starts([example.content for example in examples], TRAINING)
+        self.elsewhere.begin(starts, PATIENCE)
+        self.begun = Begun(examples, shard)
+
+    def finish(self):
+        """Wait for what `begin` asked for, if it did; all ranks take part."""
+        if self.begun is None:
+            return
+        (examples, shard), self.begun = self.begun, None
+        rollouts = self._completed(shard, self.elsewhere.finish(), len(examples))
+        self.ahead = written_examples(examples, rollouts)
+
     def _to_be_moved(self, batch):
         return in_pinned_memory(batch) if self.device.type == "cuda" else batch
 
-    def staleness(self, step):
-        """Return how many steps ago the rollouts of a step were written."""
-        return (step - 1) % self.cfg.rollout_every
-
-    def _write_batch(self, drafts):
-        examples = []
-        for draft in drafts:
-            for example in draft.examples:
-                if isinstance(example.content, RolloutPrompt):
-                    examples.append(example)
-        prompts = [example.content for example in examples]
-        self.written = {}
-        for example, rollout in zip(examples, self.rollouts(prompts, TRAINING)):
-            self.written[rollout.prompt.key] = WrittenExample(rollout, example.route)
+    def _take_batch(self, drafts):
+        self.finish()
+        self.age = int(self.ahead is not None)
+        if self.ahead is None:
+            examples = new_examples(drafts)
+            rollouts = self.rollouts([example.content for example in examples], TRAINING)
+            self.ahead = written_examples(examples, rollouts)
+        self.written, self.ahead = self.ahead, None
 
     def _finished(self, example):
         content = example.content
@@ -168,143 +209,76 @@ class Writer:
         Args:
             purpose: first counter of the noise, TRAINING or HELD_OUT.
         """
+        shard, starts = self._starts(prompts, purpose)
+        if self.elsewhere:
+            self.finish()  # it answers in the order in which it is asked
+            self.elsewhere.begin(starts)
+            return self._completed(shard, self.elsewhere.finish(), len(prompts))
+        with self.student.model() as (model, agree):
+            completions = write(
+                model, starts, stop_ids(self.encoder), len(self.encoder.table),
+                temperature=self.cfg.rollout_temperature, top_p=self.cfg.rollout_top_p,
+                batch_size=self.cfg.rollout_batch, pad_id=max(self.encoder.table.pad, 0),
+                agree=agree, equal_lengths=self.student.equal_lengths)
+        return self._completed(shard, completions, len(prompts))
+
+    def _starts(self, prompts, purpose):
+        """Return (RolloutPrompts, Prompts) of this rank's share of a sequence group's work."""
         group = self.sequence_group
-        # ranks of a sequence group have the same prompts and share the work
         shard = prompts[group.rank :: group.size] if group else prompts
         starts = []
         for prompt in shard:
             key = self.cfg.seed, purpose, *prompt.key
             starts.append(Prompt(prompt.ids, key, prompt.max_new_tokens))
-        if self.cfg.writer_command:
-            completions = self._written_by_process(starts)
-        else:
-            with self.student.model() as (model, agree):
-                completions = write(
-                    model, starts, stop_ids(self.encoder), len(self.encoder.table),
-                    temperature=self.cfg.rollout_temperature, top_p=self.cfg.rollout_top_p,
-                    batch_size=self.cfg.rollout_batch, pad_id=max(self.encoder.table.pad, 0),
-                    agree=agree, equal_lengths=self.student.equal_lengths)
+        return shard, starts
+
+    def _completed(self, shard, completions, num_prompts):
+        """Return the Rollouts of all ranks of the sequence group."""
         written = []
         for prompt, completion in zip(shard, completions):
             written.append(completed(prompt, completion, self.encoder))
+        group = self.sequence_group
         if not group:
             return written
         plain = [rollout.to_plain() for rollout in written]
-        rollouts = [None] * len(prompts)
+        rollouts = [None] * num_prompts
         for rank, of_rank in enumerate(values_of_ranks(plain, group.group)):
             rollouts[rank :: group.size] = [Rollout.from_plain(entry) for entry in of_rank]
         return rollouts
 
     def end_when(self, asked_to_end):
-        """Wait for the process that writes only until asked_to_end() is true."""
-        if self.process:
-            self.process.asked_to_end = asked_to_end
+        """Wait for a process that writes only until asked_to_end() is true."""
+        if self.elsewhere:
+            self.elsewhere.end_when(asked_to_end)
 
     def close(self):
         """End the process that writes, if there is one."""
-        if self.process:
-            self.process.close()
+        if self.elsewhere:
+            self.elsewhere.close()
 
     def has_other_weights(self):
         """Tell whether what writes is not the student itself."""
         has_replica = self.student is not None and self.student.replica is not None
-        return has_replica or bool(self.cfg.writer_command)
-
-    def _written_by_process(self, starts):
-        """Return the Completions of this rank's prompts, by the process of its node.
-
-        All ranks take part: the first one of a node asks for all of them.
-        """
-        self._share_weights()
-        plain = [prompt_as_plain(prompt) for prompt in starts]
-        asked = values_of_ranks([node_name(), plain])
-        by_rank = {}
-        problem = ""
-        is_stopped = False
-        if self.process:
-            try:
-                by_rank = self._ask_process(asked)
-            except WriterError as error:
-                problem = str(error)
-            except WriterStopped:
-                is_stopped = True
-        completions = []
-        answers = values_of_ranks([by_rank, problem, is_stopped])
-        if any(is_stopped for _, _, is_stopped in answers):
-            raise WriterStopped
-        for of_leader, problem_of_leader, _ in answers:
-            if problem_of_leader:  # on every rank
-                raise WriterError(problem_of_leader)
-            completions += of_leader.get(str(dist.get_rank()), [])  # JSON has no other keys
-        return [completion_of_plain(plain) for plain in completions]
-
-    def _ask_process(self, asked):
-        """Return {rank: completions} of the ranks of this node, as they are sent."""
-        if self.process.is_loaded:
-            self.process.refresh()
-        else:
-            self._load_process()
-        of_node = []
-        for rank, (node, prompts) in enumerate(asked):
-            if node == node_name():
-                of_node += [(rank, prompt) for prompt in prompts]
-        completions = self.process.write(
-            [prompt for _, prompt in of_node], stop_ids(self.encoder), len(self.encoder.table),
-            self.cfg.rollout_temperature, self.cfg.rollout_top_p)
-        by_rank = {}
-        for (rank, _), completion in zip(of_node, completions):
-            by_rank.setdefault(rank, []).append(completion)
-        return by_rank
-
-    def _load_process(self):
-        """Let the process load the student, without the rows behind its vocabulary."""
-        model = self.engine.module.model
-        vocab = len(self.encoder.table)
-        config = copy.deepcopy(model.config)
-        text_config = config.get_text_config()
-        text_config.vocab_size = min(vocab, text_config.vocab_size)
-        config.architectures = [type(model).__name__]
-        modules = model.get_input_embeddings(), model.get_output_embeddings()
-        with_rows = {id(parameter) for module in modules for parameter in module.parameters()}
-        num_rows = {}
-        for name, parameter in model.named_parameters():
-            if id(parameter) in with_rows:
-                num_rows[plain_name(name)] = text_config.vocab_size
-        dtype = next(model.parameters()).dtype
-        self.process.load(config, dtype, self.encoder.max_length, num_rows)
-
-    def _share_weights(self):
-        """Write the current weights to the memory of the process; all ranks take part."""
-        model = self.engine.module.model
-        if self.process and not self.shared:
-            of_parameter = {}
-            weights = {}
-            for name, parameter in model.named_parameters(remove_duplicate=False):
-                if is_adapter(name):
-                    continue
-                if id(parameter) not in of_parameter:
-                    # partitioned parameters have their own shape only while they are gathered
-                    shape = getattr(parameter, "ds_shape", parameter.shape)
-                    of_parameter[id(parameter)] = torch.empty(
-                        shape, dtype=parameter.dtype, device=self.device)
-                weights[plain_name(name)] = of_parameter[id(parameter)]
-            self.shared = self.process.share(weights)
-        refresh_plain(self.shared, model)
+        return has_replica or self.elsewhere is not None
 
     # the state of a run
 
     def state(self):
-        """Return what a checkpoint keeps, the same on every rank; all ranks take part."""
-        if self.cfg.rollout_every == 1:
-            return []
-        plain = []
-        for example in self.written.values():
-            route = None if example.route is ... else [example.route]
-            plain.append({"route": route, "rollout": example.rollout.to_plain()})
+        """Return what a checkpoint keeps, the same on every rank; all ranks take part.
+
+        What is being written is waited for; where that fails, the next step asks again.
+        """
+        with suppress(WriterError, WriterStopped):
+            self.finish()
+        entries = []
+        if self.cfg.rollout_every > 1:
+            entries += [example.to_plain(self.age) for example in self.written.values()]
+        if self.ahead is not None:
+            entries += [example.to_plain(None) for example in self.ahead.values()]
         by_key = {}
-        for of_rank in values_of_ranks(plain):
+        for of_rank in values_of_ranks(entries):
             for entry in of_rank:
-                by_key[tuple(entry["rollout"]["key"])] = entry
+                by_key[entry["age"] is None, *entry["rollout"]["key"]] = entry
         return [by_key[key] for key in sorted(by_key)]
 
     def load_state(self, plain):
@@ -312,7 +286,13 @@ class Writer:
         for entry in plain:
             rollout = Rollout.from_plain(entry["rollout"])
             route = ... if entry["route"] is None else entry["route"][0]
-            self.written[rollout.prompt.key] = WrittenExample(rollout, route)
+            example = WrittenExample(rollout, route)
+            age = entry.get("age", 0)
+            if age is None:
+                self.ahead = (self.ahead or {}) | {rollout.prompt.key: example}
+            else:
+                self.written[rollout.prompt.key] = example
+                self.age = age
 
     # what is logged
 
@@ -340,8 +320,11 @@ class Writer:
         metrics = sums.metrics()
         metrics["seconds"] = sums.seconds / dist.get_world_size()
         metrics["staleness"] = batches[0].rollout_age
+        seconds = metrics["seconds"]
+        if self.elsewhere:
+            seconds = metrics["writer_seconds"] = self.elsewhere.seconds
         if sums.rollouts:
-            metrics["tokens_per_second"] = sums.tokens / max(metrics["seconds"], 1e-9)
+            metrics["tokens_per_second"] = sums.tokens / max(seconds, 1e-9)
         if batches[0].is_measured:
             metrics |= compared(sums, counts.pairs, names)
         return {f"rollout/{name}": value for name, value in metrics.items()}

@@ -48,11 +48,13 @@ class RatioSums(Sums):
     """Sum up the ratios of positions in rollouts.
 
     Attributes:
-        total: sum of the ratios as they are used; count: of positions.
+        total, squares: sums of the ratios as they are used, and of their squares; count: of
+            positions.
         limited: positions whose ratio was clamped or masked.
     """
 
     total: float = 0.0
+    squares: float = 0.0
     count: float = 0
     limited: float = 0
 
@@ -85,6 +87,7 @@ def weigh_by_ratio(cfg, engine, batches, sequence_group):
     dist.all_reduce(largest, op=dist.ReduceOp.MAX)
     metrics = {"rollout/ratio": mean_of(sums.total, sums.count),
                "rollout/ratio_limited": mean_of(sums.limited, sums.count),
+               "rollout/effective_share": mean_of(sums.total**2, sums.squares * sums.count),
                "rollout/ratio_max": float(largest) if sums.count else None}
     return batches, metrics
 
@@ -108,8 +111,10 @@ def rollout_ratio(cfg, batch, logp_BS, sequence_group, sums):
     unlimited = prefix_ratio(logp, old_logp, mask, math.inf, "clamp", sample)
     is_limited_BS = own_columns(ratio != unlimited, sequence_group)
     ratio_BS = own_columns(ratio, sequence_group)
-    sums.total += float(ratio_BS[is_written_BS].sum())
-    sums.count += int(is_written_BS.sum())
+    used = ratio_BS[is_written_BS]
+    sums.total += float(used.sum())
+    sums.squares += float(used.square().sum())
+    sums.count += len(used)
     sums.limited += int(is_limited_BS[is_written_BS].sum())
     # behind a text's end the product goes on, as far as its row has padding
     largest = float(unlimited.masked_fill(~mask, 0.0).max())

@@ -36,6 +36,8 @@ import torch
 from isogloss.job import ipc
 from isogloss.rollout import Completion
 
+# variables that would tell an engine that it is one of the job's ranks
+OF_RANKS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 KEEPER = Path(__file__).with_name("kept_process.py")
 LOADING_SECONDS = 3600.0  # before the first step, when the other ranks wait for two hours
 PERIOD = 0.2  # seconds between looks at the signals
@@ -71,6 +73,7 @@ class WriterProcess:
     Attributes:
         timeout: seconds for an answer, while the model loads LOADING_SECONDS.
         asked_to_end: () -> bool, whether a signal asks the job to end.
+        patience: seconds that an answer has even so.
     """
 
     def __init__(self, command, timeout):
@@ -82,11 +85,15 @@ class WriterProcess:
         self.command = command
         self.timeout = timeout
         self.asked_to_end = bool
+        self.patience = 0.0
         self.is_loaded = False
         keeper = [sys.executable, "-I", "-S", str(KEEPER), str(os.getpid())]
+        environment = {"VLLM_LOGGING_LEVEL": "ERROR", **os.environ}
+        for name in OF_RANKS:
+            environment.pop(name, None)
         self.process = subprocess.Popen(
             keeper + words_of(command), stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-            bufsize=0, start_new_session=True)
+            bufsize=0, start_new_session=True, env=environment)
         for pipe in (self.process.stdin, self.process.stdout):
             os.set_blocking(pipe.fileno(), False)
         self.handles = {}
@@ -122,9 +129,10 @@ class WriterProcess:
         stdout = self.process.stdout.fileno()
         line = bytearray()
         while not line.endswith(b"\n"):
-            if self.asked_to_end():
+            waited = time.monotonic() - begin
+            if self.asked_to_end() and waited >= self.patience:
                 raise WriterStopped
-            if time.monotonic() - begin > seconds:
+            if waited > seconds:
                 raise self.error(f"has not answered for {seconds:g} seconds (--rollout_timeout); "
                                  "its output may tell why")
             looks = select.poll()
@@ -226,12 +234,16 @@ class WriterProcess:
                 raise self.error(f"completion {number}: {error}") from None
         return completions
 
-    def close(self):
-        """End the process, and all that it has started."""
+    def close(self, is_busy=False):
+        """End the process, and all that it has started.
+
+        Args:
+            is_busy: nobody waits for its answer any longer.
+        """
         with contextlib.suppress(BrokenPipeError):  # it has ended, and a message was not read
             self.process.stdin.close()
         try:
-            self.process.wait(timeout=0 if self.asked_to_end() else 10)
+            self.process.wait(timeout=0 if is_busy or self.asked_to_end() else 10)
         except subprocess.TimeoutExpired:
             self.process.terminate()
             self.process.wait()

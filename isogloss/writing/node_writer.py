@@ -1,0 +1,173 @@
+"""Let a process of each node write for its ranks, with the student's weights.
+
+It writes while the ranks go on: `begin` returns at once, `finish` waits.  What the process is, and
+what is said to it, is in writer_process.py.
+
+Tests: tests/test_writer_process.py.
+"""
+
+import copy
+import importlib.util
+import os
+import time
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+
+import deepspeed
+import torch
+import torch.distributed as dist
+
+from isogloss.config import Config
+from isogloss.data.ends import stop_ids
+from isogloss.data.sample import TextEncoder
+from isogloss.job.rendezvous import values_of_ranks
+from isogloss.job.watch import node_name
+from isogloss.models.adapters import is_adapter, plain_name
+from isogloss.student.whole_student import refresh_plain
+from isogloss.writing.writer_process import (
+    WriterError,
+    WriterProcess,
+    WriterStopped,
+    check_command,
+    completion_of_plain,
+    prompt_as_plain,
+)
+
+
+@dataclass
+class NodeWriter:
+    """Ask the process of this node, one request at a time.
+
+    Attributes:
+        engine: DeepSpeed engine around a StudentWithLoss.
+        device: of this rank.
+        process: WriterProcess of this node, on its first rank, or None.
+        shared: {name: weight} in the memory of the process.
+        asked: the answer that is waited for, on the first rank of a node, or None.
+        seconds: that the latest answer took.
+    """
+
+    cfg: Config
+    engine: deepspeed.DeepSpeedEngine
+    encoder: TextEncoder
+    device: torch.device
+    process: WriterProcess | None = None
+    shared: dict = field(default_factory=dict)
+    asked: Future | None = None
+    seconds: float = 0.0
+
+    def __post_init__(self):
+        command = self.cfg.writer_command
+        if self.cfg.writer == "vllm" and importlib.util.find_spec("vllm") is None:
+            raise ValueError(
+                "--writer vllm: there is no vllm here; install it, or name a Python that has it: "
+                '--rollout_command "/env/bin/python -m isogloss.vllm_writer"')
+        check_command(command)
+        if os.environ["LOCAL_RANK"] == "0":
+            self.process = WriterProcess(command, self.cfg.rollout_timeout)
+            self.thread = ThreadPoolExecutor(1)
+
+    def begin(self, starts, patience=0.0):
+        """Ask for completions of this rank's Prompts, by today's weights; all ranks take part.
+
+        Args:
+            patience: seconds that a job which is asked to end waits for them.
+        """
+        self._share_weights()
+        plain = [prompt_as_plain(prompt) for prompt in starts]
+        prompts_of_ranks = values_of_ranks([node_name(), plain])
+        if self.process:
+            self.process.patience = patience
+            self.asked = self.thread.submit(self._ask, prompts_of_ranks)
+
+    def finish(self):
+        """Return the Completions that `begin` asked for; all ranks take part.
+
+        Raises:
+            WriterError, WriterStopped: see writer_process.py; on every rank.
+        """
+        by_rank = {}
+        seconds = 0.0
+        problem = ""
+        is_stopped = False
+        if self.process:
+            try:
+                by_rank, seconds = self.asked.result()
+            except WriterError as error:
+                problem = str(error)
+            except WriterStopped:
+                is_stopped = True
+        completions = []
+        answers = values_of_ranks([by_rank, seconds, problem, is_stopped])
+        if any(is_stopped for *_, is_stopped in answers):
+            raise WriterStopped
+        for of_leader, _, problem_of_leader, _ in answers:
+            if problem_of_leader:
+                raise WriterError(problem_of_leader)
+            completions += of_leader.get(str(dist.get_rank()), [])  # JSON has no other keys
+        self.seconds = max(seconds for _, seconds, *_ in answers)
+        return [completion_of_plain(plain) for plain in completions]
+
+    def end_when(self, asked_to_end):
+        """Wait for the process only until asked_to_end() is true."""
+        if self.process:
+            self.process.asked_to_end = asked_to_end
+
+    def close(self):
+        """End the process."""
+        if self.process:
+            self.process.close(is_busy=self.asked is not None and not self.asked.done())
+            self.thread.shutdown()
+
+    def _ask(self, prompts_of_ranks):
+        """Return ({rank: completions} of the ranks of this node, as they are sent; seconds)."""
+        begin = time.perf_counter()
+        if self.process.is_loaded:
+            self.process.refresh()
+        else:
+            self._load()
+        of_node = []
+        for rank, (node, prompts) in enumerate(prompts_of_ranks):
+            if node == node_name():
+                of_node += [(rank, prompt) for prompt in prompts]
+        completions = self.process.write(
+            [prompt for _, prompt in of_node], stop_ids(self.encoder), len(self.encoder.table),
+            self.cfg.rollout_temperature, self.cfg.rollout_top_p)
+        by_rank = {}
+        for (rank, _), completion in zip(of_node, completions):
+            by_rank.setdefault(rank, []).append(completion)
+        return by_rank, time.perf_counter() - begin
+
+    def _load(self):
+        """Let the process load the student, without the rows behind its vocabulary."""
+        model = self.engine.module.model
+        config = copy.deepcopy(model.config)
+        text_config = config.get_text_config()
+        text_config.vocab_size = min(len(self.encoder.table), text_config.vocab_size)
+        config.architectures = [type(model).__name__]
+        modules = model.get_input_embeddings(), model.get_output_embeddings()
+        with_rows = {id(parameter) for module in modules for parameter in module.parameters()}
+        num_rows = {}
+        for name, parameter in model.named_parameters():
+            if id(parameter) in with_rows:
+                num_rows[plain_name(name)] = text_config.vocab_size
+        dtype = next(model.parameters()).dtype
+        self.process.load(config, dtype, self.encoder.max_length, num_rows)
+
+    def _share_weights(self):
+        """Write the current weights to the memory of the process; all ranks take part."""
+        model = self.engine.module.model
+        if self.process and not self.shared:
+            of_parameter = {}
+            weights = {}
+            for name, parameter in model.named_parameters(remove_duplicate=False):
+                if is_adapter(name):
+                    continue
+                if id(parameter) not in of_parameter:
+                    # partitioned parameters have their own shape only while they are gathered
+                    shape = getattr(parameter, "ds_shape", parameter.shape)
+                    of_parameter[id(parameter)] = torch.empty(
+                        shape, dtype=parameter.dtype, device=self.device)
+                weights[plain_name(name)] = of_parameter[id(parameter)]
+            self.shared = self.process.share(weights)
+        refresh_plain(self.shared, model)
