@@ -15,7 +15,7 @@ The job's weights arrive in shared memory; each worker of vLLM maps it and copie
 The job compares log-probabilities (`rollout/logp_gap`).  vLLM draws by itself: other batches may
 give other texts, where the student's own writing does not depend on the layout.
 
-Tests: tests/run_vllm.py (`make test-vllm`); of the protocol tests/test_writer_process.py.
+Tests: tests/test_vllm.py (`make test-vllm`); of the protocol tests/test_writer_process.py.
 """
 
 import argparse
