@@ -108,6 +108,7 @@ class Writer:
         written: {(source, copy): WrittenExample} of the current batch of rollouts.
         age: steps before the batch's first one in which it was written, 0 or 1.
         ahead: {(source, copy): WrittenExample} of the next batch, None before it is written.
+        is_restored: `ahead` comes from a checkpoint.
         begun: what is being written for the next batch, or None.
         seconds: that this rank has spent on the rollouts of the current step.
         records: the first rollouts of the latest step or evaluation, dicts of `record_of`.
@@ -127,6 +128,7 @@ class Writer:
     written: dict = field(default_factory=dict)
     age: int = 0
     ahead: dict | None = None
+    is_restored: bool = False
     begun: "Begun | None" = None
     seconds: float = 0.0
     records: list = field(default_factory=list)
@@ -188,12 +190,20 @@ class Writer:
 
     def _take_batch(self, drafts):
         self.finish()
+        examples = new_examples(drafts)
+        if self.is_restored and self._lacks_any(examples):
+            self.ahead = None  # a checkpoint before bad steps, behind which it was written
+        self.is_restored = False
         self.age = int(self.ahead is not None)
         if self.ahead is None:
-            examples = new_examples(drafts)
             rollouts = self.rollouts([example.content for example in examples], TRAINING)
             self.ahead = written_examples(examples, rollouts)
         self.written, self.ahead = self.ahead, None
+
+    def _lacks_any(self, examples):
+        """Tell whether some rank misses a rollout in what was written ahead."""
+        keys = {example.content.key for example in examples}
+        return bool(global_sums([self.ahead is None or not keys <= self.ahead.keys()])[0])
 
     def _finished(self, example):
         content = example.content
@@ -283,6 +293,7 @@ class Writer:
 
     def load_state(self, plain):
         """Restore what `state` returned."""
+        self.is_restored = True
         for entry in plain:
             rollout = Rollout.from_plain(entry["rollout"])
             route = ... if entry["route"] is None else entry["route"][0]
