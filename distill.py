@@ -71,6 +71,7 @@ def train_student(cfg, roles, device):
         stack.callback(end_workers)
         build.prepare(state, inputs, roles, stack)
         start = build.resume(state, inputs)
+        once.announce(state, inputs, start)
         signals = watch.StopSignals()  # before data workers start, which inherit its handlers
         batches, held_out = build.read_batches(state, inputs, start, signals)
         with launch.fail_alone(DataError), launch.fail_alone(CannotSave, code=1):

@@ -151,6 +151,7 @@ class Log:
 
     Attributes:
         failure: why nothing can be written any more; "": it can.
+        first_bits: the student's held-out bits per byte at step 0, None before.
 
     Args:
         cfg: the flags output_dir, steps, loss, kd_weight, wandb_project, ds_config, projection and
@@ -166,6 +167,7 @@ class Log:
         self.is_active = dist.get_rank() == 0
         self.pending = None  # (step, function that returns its metrics)
         self.failure = ""
+        self.first_bits = None
         if not self.is_active:
             return
         if description:
@@ -189,12 +191,19 @@ class Log:
         folder.mkdir(parents=True, exist_ok=True)
         for path in (folder / name for name in LOGS):
             if path == self.path or path.exists():
-                write_atomically(path, "".join(lines_until(path, start_step)))
+                lines = lines_until(path, start_step)
+                write_atomically(path, "".join(lines))
+                if path == self.path and lines:
+                    self._note_first(**json.loads(lines[0]))
         # Every resume adds a record of its own, under its step.
         record_name = f"run_{start_step:07d}.json" if start_step else "run.json"
         write_atomically(folder / record_name, run_record(cfg, start_step, ds_config))
         if cfg.wandb_project:
             self.wandb = _start_wandb(cfg, folder, start_step)
+
+    def _note_first(self, step, **metrics):
+        if step == 0:
+            self.first_bits = metrics.get("eval/student_bits_per_byte", self.first_bits)
 
     def __enter__(self):
         return self
@@ -227,6 +236,11 @@ class Log:
         self.write(step, metrics)
         self.advance(metrics)
 
+    def say(self, step, text):
+        """Print a line above the progress bar."""
+        if self.is_active:
+            tqdm.write(f"step {step}: {without_secrets(text)}", file=sys.stderr)
+
     @noting_failure
     def write(self, step, metrics):
         """Append a line of metrics; what is not finite, which JSON has no number for, is null."""
@@ -234,6 +248,7 @@ class Log:
             return
         self.flush()
         metrics = {name: finite_or_none(value) for name, value in metrics.items()}
+        self._note_first(step, **metrics)
         # Opened for every line, so that the file is complete whenever the process dies.
         with open(self.path, "a") as file:
             file.write(json.dumps({"step": step} | metrics, allow_nan=False) + "\n")
@@ -261,7 +276,7 @@ class Log:
                 file.write(json.dumps({"step": step} | record) + "\n")
         if name == "samples":
             prompt, text = (" ".join(records[0][key].split()) for key in ("prompt", "text"))
-            tqdm.write(f"step {step}: {prompt} >> {text}", file=sys.stderr)
+            self.say(step, f"{prompt} >> {text}")
         if self.wandb:
             import wandb
 

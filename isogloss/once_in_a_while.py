@@ -4,21 +4,59 @@ Tests: tests/test_evaluate.py, tests/test_checkpoint.py, tests/test_finite.py.
 """
 
 import deepspeed
+import torch.distributed as dist
 
 from isogloss.checkpoints.checkpoint import CannotSave, checkpoint_name, save_checkpoint
 from isogloss.checkpoints.run_identity import checkpoint_folder, run_identity, run_layout
+from isogloss.data.order import sample_bounds
 from isogloss.evaluation.evaluate import evaluate
 from isogloss.export import export_model, export_projection, projection_path
-from isogloss.inputs import samples_per_step
+from isogloss.inputs import num_readers, samples_per_step
 from isogloss.job.columns import to_device
 from isogloss.job.counts import global_sums
 from isogloss.job.launch import fail
 from isogloss.job.rendezvous import values_of_ranks
 from isogloss.job.step_report import named
-from isogloss.job.watch import FAILED, current_watch
+from isogloss.job.watch import FAILED, current_watch, print_line
 from isogloss.log import TIMED_STEPS, speed_metrics, time_collectives
 from isogloss.student.finite import has_finite_state
 from isogloss.writing.on_policy import evaluate_rollouts
+
+
+def announce(state, inputs, start):
+    """Say on rank 0 what the run is about to do."""
+    if dist.get_rank():
+        return
+    cfg = state.cfg
+    engine = state.engine
+    dtype = str(next(engine.module.parameters()).dtype).removeprefix("torch.")
+    model = f"student {cfg.student} ({in_millions(state.student.num_parameters)} weights, {dtype})"
+    for setup in state.teachers:
+        model += f", teacher {setup.name} ({setup.cfg.loss}, weight {setup.cfg.kd_weight:g})"
+    print_line(model if state.teachers else f"{model}, no teacher")
+    readers = num_readers(cfg)
+    micro_batch = engine.train_micro_batch_size_per_gpu()
+    batch = samples_per_step(cfg, engine)
+    shape = f"{readers} x {micro_batch} x {engine.gradient_accumulation_steps()}"
+    length = f"{counted(cfg.steps, 'step')} of {counted(batch, 'sample')} ({shape})"
+    if cfg.streaming:
+        length += " of a stream"
+    else:
+        samples = len(sample_bounds(inputs.data.train_data, inputs.data.reader)) - 1
+        length += f" = {cfg.steps * batch / samples:.3g} epochs of {samples:,}"
+    ranks = counted(dist.get_world_size(), "rank")
+    print_line(f"{length}, ZeRO {engine.zero_optimization_stage()} on {ranks}; metrics in "
+               f"{cfg.output_dir}")
+    if start:
+        print_line(f"goes on from {state.last_checkpoint} (step {start:,})")
+
+
+def counted(number, thing):
+    return f"{number:,} {thing}" if number == 1 else f"{number:,} {thing}s"
+
+
+def in_millions(number):
+    return f"{number / 1e9:.3g} B" if number >= 1e9 else f"{number / 1e6:.3g} M"
 
 
 def write_results(state, inputs):
@@ -35,6 +73,8 @@ def write_results(state, inputs):
         end_if_failed(export_projection(state.engine, learned, projection_path(cfg)))
     if cfg.export:
         end_if_failed(export_model(state.engine, inputs.student, cfg))
+        if dist.get_rank() == 0:
+            print_line(f"exported to {cfg.export}")
 
 
 def end_if_failed(error):
@@ -78,11 +118,38 @@ def end_if_stopped(state, stop, log):
 def log_evaluation(state, held_out, step, log):
     """Evaluate and log what comes out."""
     log.flush()
-    log.write(step, run_evaluation(state, held_out))
+    metrics = run_evaluation(state, held_out)
+    log.write(step, metrics)
+    first_bits = log.first_bits if step else None
+    log.say(step, summary(metrics, first_bits, [setup.name for setup in state.teachers]))
     if state.samples:
         log.write_records("samples", step, state.samples.write())
     if state.writer and state.cfg.rollout_eval:
         log.write_records("rollouts", step, state.writer.records)
+
+
+def summary(metrics, first_bits, teachers):
+    """Return what a line says of an evaluation.
+
+    Args:
+        first_bits: the student's bits per byte at step 0, None: not known, or of no interest.
+        teachers: their names.
+    """
+    def of(key):
+        value = metrics.get(f"eval/{key}")
+        return "not known" if value is None else f"{value:.4g}"
+
+    beside = []
+    for name in teachers:
+        suffix, called = ("", "teacher") if len(teachers) == 1 else (f"/{name}", name)
+        if f"eval/teacher_bits_per_byte{suffix}" in metrics:
+            beside.append(f"{called} {of(f'teacher_bits_per_byte{suffix}')}")
+    if first_bits is not None:
+        beside.append(f"at the start {first_bits:.4g}")
+    line = f"{of('student_bits_per_byte')} bits per byte"
+    if beside:
+        line += f" ({', '.join(beside)})"
+    return f"{line}, kd {of('kd')}" if "eval/kd" in metrics else line
 
 
 def run_evaluation(state, held_out):
@@ -111,6 +178,9 @@ def log_tasks(state, step, log, stop):
         metrics, records = state.tasks.run(model, global_sums, agree, stop)
     if metrics:
         log.write(step, metrics)
+        scores = [f"{name.removeprefix('eval/')} {value:.4g}" for name, value in metrics.items()
+                  if value is not None and not name.endswith("_seconds")]
+        log.say(step, ", ".join(scores))
         of_ranks = values_of_ranks(records)
         records = [record for of_rank in of_ranks for record in of_rank]
         log.write_records("eval_tasks", step, records)

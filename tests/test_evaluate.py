@@ -11,7 +11,7 @@ import ranks
 from isogloss import distill, once_in_a_while
 from isogloss.evaluation.evaluate import PairSums, add_agreement
 from isogloss.inputs import build_collator
-from jobs import ds_config, job_for, losses_of, run_distill, write_corpus
+from jobs import ds_config, job_for, losses_of, run_and_listen, run_distill, write_corpus
 from steps import flags_for
 
 TEXTS = ["The quick brown fox said hello to the 201 dogs.", "An index of the value, and its name."]
@@ -217,3 +217,27 @@ def test_tokens_agree_if_they_have_the_same_bytes():
     sub_tile = SimpleNamespace(student_chunk=chunk, teacher_chunk=chunk)
     add_agreement(sums, student, teacher, sub_tile, pair)
     assert (sums.agree, sums.starts) == (1, 4)
+
+
+def test_a_run_says_what_it_does(models, texts, tmp_path):
+    """In the terminal: what comes, how the student does, what was written; and where it goes on."""
+    config = ds_config(tmp_path / "ds.json", 0, 2, 2)
+    output = tmp_path / "run"
+    argv = [f"--ds_config={config}", f"--student={models[0]}", f"--teacher={models[1]}",
+            f"--data={write_corpus(tmp_path, texts, 23)}", "--max_length=60", "--eval_rows=3",
+            "--eval_every=1", f"--output_dir={output}", f"--export={output / 'student'}"]
+    [(codes, said)] = ranks.run(1, run_and_listen, [*argv, "--steps=1"], [*argv, "--steps=2"])
+    assert codes == [0, 0], said
+    lines = [line.rpartition("\r")[2] for line in said.splitlines()]
+    first, one, last = (f"{line['eval/student_bits_per_byte']:.4g}"
+                        for line in map(json.loads, (output / "metrics.jsonl").open())
+                        if "eval/kd" in line)
+    assert any(line.startswith(f"distill.py: student {models[0]} (0.") for line in lines), said
+    assert (f"distill.py: 1 step of 4 samples (1 x 2 x 2) = 0.2 epochs of 20, ZeRO 0 on 1 rank; "
+            f"metrics in {output}") in lines, said
+    assert any(line.startswith(f"step 0: {first} bits per byte (teacher ") for line in lines), said
+    assert f"distill.py: goes on from {output / 'checkpoints' / 'step_0000001'} (step 1)" in lines
+    for step, bits in ((1, one), (2, last)):
+        [line] = {line for line in lines if line.startswith(f"step {step}: {bits} bits per byte (")}
+        assert f", at the start {first}), kd " in line
+    assert lines.count(f"distill.py: exported to {output / 'student'}") == 2

@@ -1,4 +1,4 @@
-"""vLLM itself writes for a student, on a CPU: its weights arrive, and both say the same of its texts.
+"""vLLM itself writes for a student, on a CPU: its weights arrive, and both say the same of a text.
 
 vLLM has an environment of its own, which `make test-vllm` makes (4 GB); elsewhere:
 
