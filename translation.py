@@ -535,7 +535,8 @@ def cell_coverage(
         _mask_joined(q_NW, nodes, tables)
         num_roots = torch.tensor(len(roots.row_T), device=y_MW.device)
         return {
-            "cell_coverage": (covered_NW.sum(), num_roots),
+            # a sum of probabilities is rounded
+            "cell_coverage": (covered_NW.sum(1).clamp(max=1.0).sum(), num_roots),
             # not a difference of sums, whose rounding is as large as a small mass
             "joined_mass": ((covered_NW - q_NW[:, has_cell_W]).sum(), num_roots),
         }
