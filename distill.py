@@ -41,6 +41,10 @@ from isogloss.teachers.mixing import dynamic_scale
 from isogloss.writing.rollout_ratio import weigh_by_ratio
 from isogloss.writing.writer_process import WriterError, WriterStopped
 
+FIRST_COMMAND = ("deepspeed distill.py --ds_config ds_configs/zero2.json --learning_rate 1e-4 "
+                 "--student HuggingFaceTB/SmolLM2-135M --teacher Qwen/Qwen3-0.6B "
+                 "--data corpus.jsonl")
+
 # --- main -----------------------------------------------------------------------------------------
 
 
@@ -81,8 +85,11 @@ def train_student(cfg, roles, device):
 
 def cli(argv=None):
     """Run the command line; wrong input ends it with one line and exit code 2."""
+    words = sys.argv[1:] if argv is None else argv
+    if all(word.startswith("--local_rank") for word in words):  # the launcher's own
+        launch.fail(f"nothing to do; begin with: {FIRST_COMMAND} (--help has every flag)")
     try:
-        cfg = parse_flags(Config, sys.argv[1:] if argv is None else argv, file_flag="config")
+        cfg = parse_flags(Config, words, file_flag="config")
     except ValueError as error:
         launch.fail(str(error))
     main(cfg)

@@ -7,7 +7,7 @@ from dataclasses import MISSING, dataclass, fields
 
 import pytest
 
-from isogloss import cache, export, plan, plot, tasks
+from isogloss import cache, distill, export, plan, plot, tasks
 from isogloss.config import Config, configs_by_teacher
 from isogloss.flags import parse as flags
 from isogloss.flags.parse import PATH_FLAGS, check_types, expanded, help_text, parse_flags
@@ -307,3 +307,14 @@ def test_words_of_other_trainers_are_answered_with_ours(word, answer):
         parse_flags(Config, [word])
     flag = word.partition("=")[0]
     assert str(refused.value) == f"unknown flag {flag}; it is {answer}"
+
+
+@pytest.mark.parametrize("words", [[], ["--local_rank=0"]])
+def test_who_says_nothing_hears_a_first_command(words, capsys):
+    with pytest.raises(SystemExit) as ended:
+        distill.cli(words)
+    assert ended.value.code == 2
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1 and distill.FIRST_COMMAND in said
+    flags = re.findall(r"--(\w+) (\S+)", distill.FIRST_COMMAND)
+    parse_flags(Config, [f"--{name}={value}" for name, value in flags])
