@@ -29,8 +29,8 @@ from isogloss.data.checks import (
     problem_of_bytes,
     problem_of_json,
     split_suffix,
-    without_twins,
 )
+from isogloss.flags.yaml_file import without_twins
 
 ROWS_TO_PEEK = 1000  # rows that tell the type of a column
 # Type of a value -> of a column that holds no other; of two kinds of numbers the second.

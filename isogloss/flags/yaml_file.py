@@ -17,6 +17,7 @@ import json
 import os
 import re
 import stat
+from collections import Counter
 
 import yaml
 
@@ -156,6 +157,15 @@ def _text_of(node):
     return json.dumps(JsonLike("").construct_document(node))
 
 
+def without_twins(pairs):
+    """Return a dict of (key, value) pairs; JSON would take the last of two in silence."""
+    values = dict(pairs)
+    if len(values) < len(pairs):
+        [(name, _)] = Counter(name for name, _ in pairs).most_common(1)
+        raise ValueError(f"has the key {name!r} twice; remove one")
+    return values
+
+
 def parse_json(flag, text, example=""):
     """Return what a text in JSON says that a user has written.
 
@@ -164,22 +174,12 @@ def parse_json(flag, text, example=""):
     Raises:
         ValueError: it is no JSON, is nested too deep, holds an endless number, or a key twice.
     """
-    def without_twins(pairs):  # JSON would take the last of two values in silence
-        values = {}
-        for key, value in pairs:
-            if key in values:
-                raise KeyError(key)
-            values[key] = value
-        return values
-
     try:
         return json.loads(text, object_pairs_hook=without_twins)
-    except KeyError as error:
-        raise ValueError(f"{flag}: {error.args[0]!r} is there twice; drop one") from None
     except RecursionError:
         reason = "nested too deep"
     except json.JSONDecodeError as error:
         reason = f"line {error.lineno}, column {error.colno}"
-    except ValueError as error:  # a number of thousands of digits
+    except ValueError as error:  # a number of thousands of digits, or a twin
         reason = error
     raise ValueError(f"{flag}: not valid JSON ({reason}){example}")
