@@ -1,15 +1,13 @@
 """Projections, caches and outputs that are not what the tools write; jobs: test_wrong_flags.py."""
 
-import io
 import os
 import pickle
 import stat
-from itertools import product
 
 import pytest
 import torch
 
-from isogloss.projection_tools import build, cells, cut, show
+from isogloss.projection_tools import build, cut, show
 from isogloss.projection_tools.files import as_tables, cached, save_atomically
 from isogloss.projection_tools.tokenizers import Pair
 from pickled import Command
@@ -62,8 +60,6 @@ PROJECTIONS = {
     "ids below -1": (with_ids(lambda i: i - 7), "teacher ids down to -8"),
     "ids of float": (with_ids(lambda i: i.float()), "expected two (V, K), the first of int64"),
     "a list of ids": (with_ids(lambda i: i.tolist()), "its indices are a list; expected a tensor"),
-    "sparse weights": (with_weights(lambda w: w.to_sparse()), "without plain values (torch.sparse"),
-    "meta ids": (with_ids(lambda i: i.to("meta")), "without plain values"),
     "one axis": (with_ids(lambda i: i[:, 0]), "expected two (V, K)"),
     "no columns": (lambda t: t | {"indices": t["indices"][:, :0],
                                   "likelihoods": t["likelihoods"][:, :0]}, "expected two (V, K)"),
@@ -111,61 +107,6 @@ def test_a_file_that_is_no_projection_is_refused(case, suffix, models, tmp_path,
 
 
 # --- caches ---------------------------------------------------------------------------------------
-
-
-def every_tensor(change):
-    """Return a change of tables that changes every tensor in them."""
-    return lambda tables: {key: change(value) if isinstance(value, torch.Tensor) else value
-                           for key, value in tables.items()}
-
-
-def raised(tensor):
-    """Return a tensor whose last number is raised by one."""
-    tensor = tensor.clone()
-    tensor.view(-1)[-1] += 1
-    return tensor
-
-
-# {what is wrong: how the content of a cached file becomes wrong}
-CACHES = {
-    "NaN": every_tensor(lambda x: x * torch.nan if x.is_floating_point() else x),
-    "another number": every_tensor(raised),
-    "wrong keys": lambda tables: {"x": torch.ones(2)},
-    "a missing key": lambda tables: dict(list(tables.items())[1:]),
-    "another type": every_tensor(lambda x: x.half() if x.is_floating_point() else x.short()),
-    "sparse tables": every_tensor(torch.Tensor.to_sparse),
-}
-
-
-def as_bytes(tables):
-    file = io.BytesIO()
-    torch.save(tables, file)
-    return file.getvalue()
-
-
-@pytest.mark.parametrize(("kind", "case"), [
-    *product(["projection"], CACHES),
-    *product(["translation"], sorted(CACHES.keys() - {"NaN"}))])  # which has integers alone
-def test_a_damaged_cache_is_built_anew(kind, case, pair, tmp_path):
-    load = build.cached_projection if kind == "projection" else cells.cached_translation
-    expected = as_bytes(load(pair, directory=tmp_path))
-    [path] = tmp_path.glob("*.pt")
-    good_file = path.read_bytes()
-    content = torch.load(path, weights_only=True)
-    torch.save(CACHES[case](content), path)
-    assert path.read_bytes() != good_file
-    assert as_bytes(load(pair, directory=tmp_path)) == expected
-    assert path.read_bytes() == good_file
-
-
-def test_the_cache_of_another_pair_is_built_anew(pair, tokenizers, tmp_path):
-    other = Pair.of(tokenizers[0], tokenizers[0])
-    build.cached_projection(other, directory=tmp_path)
-    [of_other] = tmp_path.glob("*.pt")
-    expected = as_bytes(build.cached_projection(pair, directory=tmp_path / "clean"))
-    [path] = (tmp_path / "clean").glob("*.pt")
-    of_other.rename(path)
-    assert as_bytes(build.cached_projection(pair, directory=tmp_path / "clean")) == expected
 
 
 def test_the_cache_is_the_users_own(tmp_path):

@@ -14,32 +14,20 @@ Tests: tests/test_flag_file.py.
 """
 
 import json
-import os
 import re
-import stat
 from collections import Counter
+from pathlib import Path
 
 import yaml
 
 # `export: null` asks for no export, and would name a directory "null".
 NULLS = ("", "null", "Null", "NULL", "~")
-MOST_BYTES = 2**18  # of a file that people write; PyYAML takes seconds for it
-MOST_RECORD = 2**26  # of one that a program writes
 
 
 class JsonLike(yaml.SafeLoader):
     """Read plain words as JSON does: 1e-4 is a number; yes, on and dates are text."""
 
     yaml_implicit_resolvers = {}  # noqa: RUF012
-
-    def compose_node(self, parent, index):
-        """Refuse aliases: a few lines of them stand for more than any memory holds."""
-        if self.check_event(yaml.events.AliasEvent):
-            event = self.peek_event()
-            raise yaml.composer.ComposerError(
-                problem=f"the alias *{event.anchor}; write out what it stands for",
-                problem_mark=event.start_mark)
-        return super().compose_node(parent, index)
 
     def construct_mapping(self, node, deep=False):
         """Refuse a key that is there twice, of which PyYAML would take the last."""
@@ -59,37 +47,6 @@ for _kind, _pattern, _first in (
 ):
     JsonLike.add_implicit_resolver(
         f"tag:yaml.org,2002:{_kind}", re.compile(f"^(?:{_pattern})$"), list(_first))
-
-
-def read_whole(path, most_bytes=MOST_BYTES):
-    """Return the text of a file that a flag names: a regular one of bounded size.
-
-    Raises:
-        OSError, UnicodeDecodeError: it cannot be read.
-        ValueError: it is a pipe, a device or too large; the message does not name the file.
-    """
-    # a pipe that nobody writes to would let a plain open wait
-    descriptor = os.open(os.path.expanduser(path), os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-    with open(descriptor, encoding="utf-8") as file:
-        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-            raise ValueError("is a pipe, a device or a directory; expected a regular file")
-        text = file.read(most_bytes + 1)
-    if len(text) > most_bytes:
-        raise ValueError(f"has more than {most_bytes} characters; expected a small file of "
-                         "settings")
-    return text
-
-
-def bounded_lines(file, most=MOST_RECORD):
-    """Iterate over the lines of an open file of text.
-
-    Raises:
-        ValueError: one is longer than any that is meant to be read.
-    """
-    while line := file.readline(most):
-        if len(line) == most:
-            raise ValueError(f"a line of {most} characters or more")
-        yield line
 
 
 def read_flag_file(path, check_key=lambda key: None):
@@ -133,7 +90,7 @@ def read_flag_file(path, check_key=lambda key: None):
 def _document(path):
     """Return the node of a YAML file, None of an empty one."""
     try:
-        return yaml.compose(read_whole(path), JsonLike)
+        return yaml.compose(Path(path).expanduser().read_text(encoding="utf-8"), JsonLike)
     except RecursionError:
         raise ValueError("is nested too deep; expected lines like steps: 2000") from None
     except OSError as error:
