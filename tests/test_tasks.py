@@ -135,7 +135,7 @@ WRONG = {
     "--shots=100000000": "--shots 100000000: expected 1000 or less",
     "--data={files} --batch_size=0": "--batch_size 0: expected 1 or more",
     "--batch_size=1000000000": "--batch_size 1000000000: expected",
-    "--tasks=gsm8k --temperature=1e300": "--temperature 1e+300: expected 1000 or less",
+    "--tasks=gsm8k --temperature=1e300": "--temperature 1e+300: expected 1000.0 or less",
     "--tasks=gsm8k --temperature=1e-30": "temperature is 1e-30; expected 0, or",
     "--tasks=gsm8k --temperature=-1": "--temperature -1.0: expected 0 or more",
     "--tasks=gsm8k --max_new_tokens=1000000000": "--max_new_tokens 1000000000: expected",
