@@ -32,9 +32,6 @@ DS_KEYS = """train_batch_size train_micro_batch_size_per_gpu gradient_accumulati
     comms_logger csv_monitor tensorboard wandb comet aio compile tensor_parallel log_level
     graph_harvesting use_data_before_expert_parallelism hybrid_engine pipeline sparse_gradients
     timers""".split()
-# Of a rank, whose memory holds them at a time (not tuned).
-MOST_SAMPLES = 1 << 16
-MOST_MICRO_BATCHES = 1 << 20
 # Elements of a communication bucket; fewer would hold less than one small layer (not tuned).
 MIN_BUCKET_ELEMENTS = 1 << 20
 
@@ -179,20 +176,8 @@ def batch_sizes(config, num_ranks, path):
     Returns:
         BatchSizes.
     Raises:
-        ValueError: not a positive whole number, too few keys, keys that contradict each other, or
-            more than a machine holds.
+        ValueError: not a positive whole number, too few keys, or keys that contradict each other.
     """
-    sizes = _batch_sizes(config, num_ranks, path)
-    for value, most, what in ((sizes.micro_batch_size, MOST_SAMPLES, "samples in a micro-batch"),
-                              (sizes.grad_accum_steps, MOST_MICRO_BATCHES,
-                               "gradient_accumulation_steps")):
-        if value > most:
-            raise ValueError(f"--ds_config {path}: {value} {what}, expected {most} or fewer; see "
-                             f"{' and '.join(BATCH_KEYS[:2])}")
-    return sizes
-
-
-def _batch_sizes(config, num_ranks, path):
     stated = []
     for key in BATCH_KEYS:
         value = config.get(key)
