@@ -106,6 +106,8 @@ def _check_overlap(cfg):
     # inside of output_dir is usual
     if _real_path(cfg.output_dir).is_relative_to(target):
         _refuse_overlap(cfg, "--output_dir", cfg.output_dir)
+    if target.is_relative_to(_real_path(checkpoint_folder(cfg))):
+        _refuse_overlap(cfg, "the checkpoints", checkpoint_folder(cfg))
     models = [("--student", cfg.student)]
     for teacher_cfg in configs_by_teacher(cfg).values() if cfg.kd_weight else ():
         models.append(("teacher", teacher_cfg.teacher_path))

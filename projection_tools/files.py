@@ -4,6 +4,7 @@ Files hold the fingerprints of both tokenizers and are read with ``torch.load(we
 """
 
 import fcntl
+import hashlib
 import io
 import json
 import os
@@ -23,6 +24,7 @@ CACHE = Path(os.environ.get("ISOGLOSS_CACHE", "~/.cache/isogloss")).expanduser()
 # A row's sum may be off by this much: bfloat16 rounds a row of four to a few thousandths.
 SUM_TOLERANCE = 1e-2
 INTEGERS = torch.int64, torch.int32, torch.int16, torch.uint8, torch.int8
+CHECKSUM = "checksum"  # key of a cached file
 
 
 def as_tables(projection, pair, tool):
@@ -279,7 +281,7 @@ def finish(projection, pair, args, *notes):
 def cached(name, build, directory=None):
     """Call ``build()`` once per machine: later calls, ranks and jobs read its result from a file.
 
-    A file that cannot be read is built anew.
+    A file whose content is not what was written, value for value, is built anew.
 
     Args:
         name: file name, made of everything that the result depends on.
@@ -294,10 +296,11 @@ def cached(name, build, directory=None):
     path = directory / name
     with _locked(directory / f".{name}.lock"):
         try:
-            return load_tables(path)
+            return _load_checked(path)
         except ValueError:  # absent, or damaged: build it anew
-            save_atomically(build(), path)
-    return load_tables(path)
+            tables = build()
+            save_atomically(tables | {CHECKSUM: _checksum(tables, name)}, path)
+    return _load_checked(path)
 
 
 @contextmanager
@@ -318,3 +321,28 @@ def _locked(path):
         yield
     finally:
         os.close(lock)
+
+
+def _load_checked(path):
+    """Read a cached file."""
+    tables = load_tables(path)
+    try:
+        checksum = tables.pop(CHECKSUM)
+        is_whole = checksum == _checksum(tables, path.name)
+    except Exception:  # whatever a file may hold in place of a dict of tensors
+        is_whole = False
+    if not is_whole:
+        raise ValueError(f"{path}: not what was written there; remove it")
+    return tables
+
+
+def _checksum(tables, name):
+    """Return a hex digest of tensors and plain values, and of the name that they are kept under."""
+    digest = hashlib.sha256(name.encode())
+    for key, value in sorted(tables.items()):
+        if isinstance(value, torch.Tensor):
+            digest.update(f"{key} {value.dtype} {list(value.shape)}".encode())
+            digest.update(value.contiguous().numpy().reshape(-1).view(np.uint8))
+        else:
+            digest.update(f"{key} {value!r}".encode())
+    return digest.hexdigest()

@@ -47,6 +47,7 @@ def place(models, texts, tmp_path):
 
 REFUSED = {
     "--export={folder}/runs/a": "would replace --output_dir",
+    "--export={folder}/runs/a/checkpoints/x": "would replace the check",
     "--export={folder}/models/student": "would replace --student",
     "--export={folder}/models": "would replace --student",
     "--export={folder}/models/teacher/x": "would replace teacher",

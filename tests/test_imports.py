@@ -21,11 +21,12 @@ STANDALONE = {  # file: which of our files it takes where it finds them beside i
 }
 # A room imports from those before it.  A name with a dot is a file of isogloss/ itself.
 ROOMS = ["STANDALONE", ".errors", "flags", "projection_tools", ".curves", "job", "data", "models",
-         "teachers", "objective", ".config", ".targets", "student", "checkpoints",
+         "teachers", "objective", ".loss_table", ".config", ".targets", "student", "checkpoints",
          "evaluation", "writing", ".log", ".demo_report", ".plan", ".plot", ".tasks", ".export",
          ".vllm_writer", ".inputs", ".cache", ".build", ".once_in_a_while", "PROGRAMS", ".command"]
 PROGRAMS = "distill", "demo"
 MOST_MODULES = 16  # of a folder: more are a list, no map
+DOORS = {"loss_table"}  # names of before, for one release
 
 
 def modules():
@@ -108,5 +109,5 @@ def test_the_training_script_reads_like_the_algorithm():
 def test_no_folder_is_a_list():
     for folder in [ROOT, *(ROOT / "isogloss").rglob("*"), ROOT / "projection_tools"]:
         if folder.is_dir():
-            files = [path for path in folder.glob("*.py") if path.stem != "__init__"]
+            files = [path for path in folder.glob("*.py") if path.stem not in {"__init__", *DOORS}]
             assert len(files) <= MOST_MODULES, f"{folder}: {len(files)} modules"

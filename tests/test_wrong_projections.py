@@ -1,5 +1,6 @@
 """Projections, caches and outputs that are not what the tools write; jobs: test_wrong_flags.py."""
 
+import io
 import os
 import pickle
 import stat
@@ -7,7 +8,7 @@ import stat
 import pytest
 import torch
 
-from isogloss.projection_tools import build, cut, show
+from isogloss.projection_tools import build, cells, cut, show
 from isogloss.projection_tools.files import as_tables, cached, save_atomically
 from isogloss.projection_tools.tokenizers import Pair
 from pickled import Command
@@ -107,6 +108,57 @@ def test_a_file_that_is_no_projection_is_refused(case, suffix, models, tmp_path,
 
 
 # --- caches ---------------------------------------------------------------------------------------
+
+
+def every_tensor(change):
+    """Return a change of tables that changes every tensor in them."""
+    return lambda tables: {key: change(value) if isinstance(value, torch.Tensor) else value
+                           for key, value in tables.items()}
+
+
+def raised(tensor):
+    """Return a tensor whose last number is raised by one."""
+    tensor = tensor.clone()
+    tensor.view(-1)[-1] += 1
+    return tensor
+
+
+# {what is wrong: how the content of a cached file becomes wrong}
+CACHES = {
+    "another number": every_tensor(raised),
+    "wrong keys": lambda tables: {"x": torch.ones(2)},
+    "a missing key": lambda tables: dict(list(tables.items())[1:]),
+}
+
+
+def as_bytes(tables):
+    file = io.BytesIO()
+    torch.save(tables, file)
+    return file.getvalue()
+
+
+@pytest.mark.parametrize("case", CACHES)
+@pytest.mark.parametrize("kind", ["projection", "translation"])
+def test_a_damaged_cache_is_built_anew(kind, case, pair, tmp_path):
+    load = build.cached_projection if kind == "projection" else cells.cached_translation
+    expected = as_bytes(load(pair, directory=tmp_path))
+    [path] = tmp_path.glob("*.pt")
+    good_file = path.read_bytes()
+    content = torch.load(path, weights_only=True)
+    torch.save(CACHES[case](content), path)
+    assert path.read_bytes() != good_file
+    assert as_bytes(load(pair, directory=tmp_path)) == expected
+    assert path.read_bytes() == good_file
+
+
+def test_the_cache_of_another_pair_is_built_anew(pair, tokenizers, tmp_path):
+    other = Pair.of(tokenizers[0], tokenizers[0])
+    build.cached_projection(other, directory=tmp_path)
+    [of_other] = tmp_path.glob("*.pt")
+    expected = as_bytes(build.cached_projection(pair, directory=tmp_path / "clean"))
+    [path] = (tmp_path / "clean").glob("*.pt")
+    of_other.rename(path)
+    assert as_bytes(build.cached_projection(pair, directory=tmp_path / "clean")) == expected
 
 
 def test_the_cache_is_the_users_own(tmp_path):

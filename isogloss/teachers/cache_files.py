@@ -33,6 +33,7 @@ from isogloss.tiles import TopKLogits
 
 FLAG = "teacher_cache"
 FORMAT = 2
+READABLE = 1, FORMAT  # of version 1 nothing was drawn, and the likeliest tokens are kept
 MANIFEST = "manifest.json"
 INDEX = "index.safetensors"
 HEAD = "head.safetensors"
@@ -167,7 +168,7 @@ class Manifest:
         data_digest: of the keys of all its texts, in order.
         holds_chats: the texts are chats.
         num_texts, texts_per_shard: rows of the data; those that a shard covers.
-        date: that its chat template was told.
+        date: that its chat template was told; "": of an earlier version, the day of writing.
         files: {name: [bytes, CRC-32]} of every other file; empty: the cache is not complete.
         format: version of this layout.
     """
@@ -218,7 +219,12 @@ class Manifest:
         except (ValueError, RecursionError):
             plain = None
         names = {entry.name for entry in fields(cls)}
-        if not isinstance(plain, dict) or set(plain) != names or plain["format"] != FORMAT:
+        if isinstance(plain, dict) and plain.get("format") == 1:
+            plain = {"sampled": False, "seed": 0} | plain
+        if isinstance(plain, dict):
+            plain = {"date": ""} | plain  # which earlier versions did not write
+        is_readable = isinstance(plain, dict) and plain.get("format") in READABLE
+        if not is_readable or set(plain) != names:
             raise ValueError(f"--{flag} {folder}: its {MANIFEST} is damaged, or of another version "
                              f"(expected format {FORMAT}); write the cache anew")
         return cls(**plain)

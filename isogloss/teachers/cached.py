@@ -70,7 +70,7 @@ def check_cache(folder, encoder, max_length):
         raise ValueError(f"{where}: its chats were rendered by another chat template, or with "
                          "other --template_kwargs; use the same, or write the cache anew")
     asks = manifest.holds_chats and DATE in str(encoder.tokenizer.chat_template)
-    if asks and manifest.date != encoder.template_kwargs.get(DATE):
+    if asks and manifest.date not in ("", encoder.template_kwargs.get(DATE)):
         raise ValueError(f"{where}: its chats were rendered on {manifest.date}; use --chat_date "
                          f"{manifest.date}, or write the cache anew")
     if max_length > manifest.max_length:
