@@ -59,7 +59,7 @@ def check_side(side: str, logits_BNX: Tensor, **of_positions: Tensor | None) -> 
         of_positions: see `check_positions`.
     """
     if not logits_BNX.is_floating_point():
-        raise ValueError(f"{side} logits are {_kind(logits_BNX)}; expected floats, as a model "
+        raise ValueError(f"{side} logits are {logits_BNX.dtype}; expected floats, as a model "
                          "returns them")
     check_positions(f"the {side} logits have", logits_BNX.shape[:-1], **of_positions)
 
@@ -83,11 +83,11 @@ def check_positions(
                              f"{tuple(shape_BN)} positions; cut and shift both alike")
         if "mask" in name:
             if value.dtype != torch.bool:
-                raise ValueError(f"{name} is {_kind(value)}; expected bool, True where a position "
+                raise ValueError(f"{name} is {value.dtype}; expected bool, True where a position "
                                  f"counts, as {name} != 0 makes it")
         elif "weight" not in name and "logp" not in name:
             if value.is_floating_point() or value.dtype == torch.bool:
-                raise ValueError(f"{name} is {_kind(value)}; expected int64")
+                raise ValueError(f"{name} is {value.dtype}; expected int64")
 
 
 def check_equal_shapes(student_BSX: Tensor, teacher_BSX: Tensor) -> None:
@@ -96,10 +96,6 @@ def check_equal_shapes(student_BSX: Tensor, teacher_BSX: Tensor) -> None:
         raise ValueError(f"student logits have the shape {tuple(student_BSX.shape)}, teacher "
                          f"logits {tuple(teacher_BSX.shape)}; expected the same positions and the "
                          "same vocabulary, without the padding of an lm_head")
-
-
-def _kind(x: Tensor) -> str:
-    return str(x.dtype).removeprefix("torch.")
 
 
 def reduce_terms(
@@ -377,7 +373,7 @@ def total_variation(*logits_and_mask: Any, **options: Any) -> SumAndCount:
 def position_divergence(
     name: str, student_logits_BSV: Tensor, teacher_logits_BSV: Tensor, mask_BS: Tensor | None, *,
     temperature: float = 1.0, teacher_temperature: float | None = None, top_k: int = 0,
-    support: str | Tensor = "teacher", tail: bool = True, weight_BS: Tensor | None = None,
+    support: str = "teacher", tail: bool = True, weight_BS: Tensor | None = None,
     reduction: str = "sum", coefficient: float = 0.0,
 ) -> SumAndCount:
     """Sum tau^2 D(q, p) over positions, q = softmax(teacher / tau), p = softmax(student / tau).
@@ -390,7 +386,7 @@ def position_divergence(
         mask_BS: bool, positions to compare; None: all, then nothing here waits for the device.
         temperature, teacher_temperature: tau of student and teacher, > 0; None: the same.
         top_k: compare that many tokens and the rest as one bucket; 0: all tokens.
-        support: whose top_k: "teacher", "student", or (B, S, K) int64 ids without repetition.
+        support: whose top_k: "teacher" or "student".
         tail: False: no bucket for the rest, both are renormalized on the kept tokens.
         coefficient: beta, skew or alpha of the divergences that have one.
     Returns:
@@ -407,18 +403,13 @@ def position_divergence(
     shape_BS = student_logits_BSV.shape[:2]
     all_rows_BS = torch.arange(shape_BS.numel(), device=student_NV.device).view(shape_BS)
     row_N = _select_positions(all_rows_BS, mask_BS)
-    if not top_k and isinstance(support, str):
-        logp = _clamped_logp(student_NV, temperature)
-        with torch.no_grad():
-            logq = _clamped_logp(teacher_NV, teacher_temperature)
-    else:
-        if isinstance(support, Tensor):
-            ids_NK = _select_positions(support, mask_BS)
-        else:
-            ids_NK = _support_ids(student_NV, teacher_NV, support, top_k)
-        logp = top_k_buckets(_clamped_logp(student_NV, temperature), ids_NK, tail)
-        with torch.no_grad():
-            logq = top_k_buckets(_clamped_logp(teacher_NV, teacher_temperature), ids_NK, tail)
+    logp = _clamped_logp(student_NV, temperature)
+    with torch.no_grad():
+        logq = _clamped_logp(teacher_NV, teacher_temperature)
+    if top_k:
+        ids_NK = _support_ids(student_NV, teacher_NV, support, top_k)
+        logp = top_k_buckets(logp, ids_NK, tail)
+        logq = top_k_buckets(logq, ids_NK, tail)
     value_N = divergence_of(name, logp, logq, coefficient)
     return reduce_terms(temperature**2 * value_N, row_N, shape_BS, weight_BS, reduction)
 
@@ -461,17 +452,9 @@ def _clamped_logp(logits_NV: Tensor, temperature: float) -> Tensor:
 def _support_ids(student_NV: Tensor, teacher_NV: Tensor, support: str, top_k: int) -> Tensor:
     """Return the (N, K) int64 ids of the student's or the teacher's top_k tokens."""
     if support not in ("teacher", "student"):
-        raise ValueError(f"support={support!r}: expected 'teacher', 'student' or token ids")
-    # likelier tokens have larger logits
-    return _largest_ids(teacher_NV if support == "teacher" else student_NV, top_k)
-
-
-def _largest_ids(x_NV: Tensor, k: int) -> Tensor:
-    return x_NV.detach().topk(min(k, x_NV.shape[1]), -1).indices
-
-
-def _renormalize(logp_NK: Tensor) -> Tensor:
-    return logp_NK - logp_NK.logsumexp(-1, keepdim=True)
+        raise ValueError(f"support={support!r}: expected 'teacher' or 'student'")
+    x_NV = teacher_NV if support == "teacher" else student_NV  # likelier tokens have larger logits
+    return x_NV.detach().topk(min(top_k, x_NV.shape[1]), -1).indices
 
 
 def top_k_buckets(logp_NV: Tensor, ids_NK: Tensor, tail: bool) -> Tensor:
@@ -481,7 +464,7 @@ def top_k_buckets(logp_NV: Tensor, ids_NK: Tensor, tail: bool) -> Tensor:
     """
     kept_NK = logp_NV.gather(1, ids_NK)
     if not tail:
-        return _renormalize(kept_NK)
+        return kept_NK - kept_NK.logsumexp(-1, keepdim=True)
     # the tail comes from the other tokens: 1 - sum would lose a small tail, and its gradient
     others = logp_NV.scatter(1, ids_NK, 10 * FLOOR)  # exp(10 * FLOOR) is 0
     tail_N = others.logsumexp(-1)
@@ -813,11 +796,10 @@ def projection_kl(
     chunks = chunks or find_chunks(student_chunk_BS, teacher_chunk_BT)
     with torch.no_grad():
         y_MW = _chunk_rows(teacher_logits_BTW.detach(), chunks.row_T, chunks.whole_T, temperature)
+        columns_K = kept_K
         if kept_K is not None and has_rest:
             columns_K = torch.cat([kept_K, kept_K.new_full((1,), y_MW.shape[1] - 1)])
-            log_target_CK = _projection_target(y_MW, chunks, columns_K, teacher_average)
-        else:
-            log_target_CK = _projection_target(y_MW, chunks, kept_K, teacher_average)
+        log_target_CK = _projection_target(y_MW, chunks, columns_K, teacher_average)
     if entries is None:
         width = y_MW.shape[1] - has_rest
         entries = projection_entries(indices_VK, likelihoods_VK, width, kept_K)
@@ -1006,8 +988,7 @@ def gold(
     """
     check_side("student", student_logits_BSV, student_chunk_BS=student_chunk_BS)
     check_side("teacher", teacher_logits_BTW, teacher_chunk_BT=teacher_chunk_BT)
-    if chunks is None:
-        chunks = find_chunks(student_chunk_BS, teacher_chunk_BT)
+    chunks = chunks or find_chunks(student_chunk_BS, teacher_chunk_BT)
     common, others = _common_and_others(
         student_logits_BSV, teacher_logits_BTW, (common_V, common_W), rest
     )
@@ -1055,23 +1036,18 @@ def _with_bucket(logp_CN: Tensor, others_CM: Tensor) -> Tensor:
     return torch.cat([logp_CN, bucket_C1], 1)
 
 
-def sorted_distance(p_NV: Tensor, q_NW: Tensor, k: int) -> Tensor:
-    """Return the (N,) sums of |sorted p - sorted q| over the k largest.
+def sorted_distance(p_NV: Tensor, q_NW: Tensor, k: int | None = None) -> Tensor:
+    """Return the (N,) sums of |sorted p - sorted q| over the k largest; None: over all.
 
     Beyond the end of a row there are zeros.
     """
-    p_NK = _largest(p_NV, k)
-    q_NK = _largest(q_NW, k)
-    width = max(p_NK.shape[1], q_NK.shape[1])
-    p_NK, q_NK = (F.pad(x, (0, width - x.shape[1])) for x in (p_NK, q_NK))
-    return (p_NK - q_NK).abs().sum(-1)
-
-
-def _largest(x_NX: Tensor, k: int) -> Tensor:
-    """Return the k largest entries of each row, the largest first."""
-    if k < x_NX.shape[1]:
-        return x_NX.topk(k).values
-    return x_NX.sort(-1, descending=True).values
+    width = max(p_NV.shape[1], q_NW.shape[1]) if k is None else k
+    largest = []
+    for x_NX in (p_NV, q_NW):
+        is_part = width < x_NX.shape[1]
+        x_NK = x_NX.topk(width).values if is_part else x_NX.sort(-1, descending=True).values
+        largest.append(F.pad(x_NK, (0, width - x_NK.shape[1])))
+    return (largest[0] - largest[1]).abs().sum(-1)
 
 
 def uld(
@@ -1099,9 +1075,7 @@ def uld(
     of_teacher = {"teacher_next_BT": teacher_next_BT, "teacher_chunk_BT": teacher_chunk_BT}
     check_side("student", student_logits_BSV, **of_student)
     check_side("teacher", teacher_logits_BTW, **of_teacher)
-    if chunks is None:
-        chunks = find_chunks(student_chunk_BS, teacher_chunk_BT)
-    shape_BS = student_chunk_BS.shape
+    chunks = chunks or find_chunks(student_chunk_BS, teacher_chunk_BT)
     x_NV = student_logits_BSV.flatten(0, 1)
     y_MW = teacher_logits_BTW.detach().flatten(0, 1)
     last_S = chunks.first_S + chunks.count_S - 1
@@ -1113,11 +1087,11 @@ def uld(
     p_CV = _end_distribution(x_NV, last_S, p_before_C, temperature)
     q_CW = _end_distribution(y_MW, last_T, q_before_C, temperature)
     if common is None:
-        value_C = _all_sorted(p_CV, q_CW)
+        value_C = sorted_distance(p_CV, q_CW)
     else:
         tokens = _common_and_others(x_NV, y_MW, common, rest)
         value_C = _hybrid_uld(p_CV, q_CW, *tokens, matched_weight)
-    return reduce_terms(value_C, chunks.first_S, shape_BS, weight_BS, reduction)
+    return reduce_terms(value_C, chunks.first_S, student_chunk_BS.shape, weight_BS, reduction)
 
 
 def _probability_before(
@@ -1160,13 +1134,9 @@ def _hybrid_uld(
     logq = q_CW[:, common.teacher].clamp(min=tiny).log()
     p_others = p_CV.index_select(1, others.student)
     q_others = q_CW.index_select(1, others.teacher)
-    logm = _log_mixture(logp, logq, 0.5)
-    matched_C = 0.5 * _kl(logq, logm) + 0.5 * _kl(logp, logm)
-    return matched_weight * matched_C + (1 - matched_weight) * _all_sorted(p_others, q_others)
-
-
-def _all_sorted(p_NV: Tensor, q_NW: Tensor) -> Tensor:
-    return sorted_distance(p_NV, q_NW, max(p_NV.shape[1], q_NW.shape[1]))
+    matched_C = divergence_of("generalized_jsd", logp, logq, 0.5)
+    sorted_C = sorted_distance(p_others, q_others)
+    return matched_weight * matched_C + (1 - matched_weight) * sorted_C
 
 
 def alm(
@@ -1197,8 +1167,7 @@ def alm(
     of_teacher = {"teacher_next_BT": teacher_next_BT, "teacher_chunk_BT": teacher_chunk_BT}
     check_side("student", student_logits_BSV, **of_student)
     check_side("teacher", teacher_logits_BTW, **of_teacher)
-    if chunks is None:
-        chunks = find_chunks(student_chunk_BS, teacher_chunk_BT)
+    chunks = chunks or find_chunks(student_chunk_BS, teacher_chunk_BT)
     num_chunks = len(chunks.first_S)
     x_NV = student_logits_BSV.flatten(0, 1)
     y_MW = teacher_logits_BTW.detach().flatten(0, 1)
@@ -1206,8 +1175,7 @@ def alm(
     logp_C = chunk_logp(x_NV, student_next_BS, chunks.row_S, chunks.of_S, num_chunks, 1.0)
     logq_C = chunk_logp(y_MW, teacher_next_BT, chunks.row_T, chunks.of_T, num_chunks, 1.0)
     value_C = _alm_value(mode, logp_C, logq_C, temperature)
-    shape_BS = student_chunk_BS.shape
-    return reduce_terms(value_C, chunks.first_S, shape_BS, weight_BS, reduction)
+    return reduce_terms(value_C, chunks.first_S, student_chunk_BS.shape, weight_BS, reduction)
 
 
 def _alm_value(mode: str, logp_C: Tensor, logq_C: Tensor, temperature: float) -> Tensor:

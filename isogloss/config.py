@@ -594,9 +594,6 @@ class Config(ModelFlags, DataFlags, LossFlags, OnPolicyFlags,
             raise ValueError(f"--token_weights {self.token_weights} with --loss {self.loss}: which "
                              "reads some columns of the teacher, and an entropy is of all; use "
                              "another loss")
-        if self.eval_task_samples > 1 and not self.eval_task_temperature:
-            raise ValueError(f"--eval_task_samples {self.eval_task_samples}: all samples would be "
-                             "the same answer; raise --eval_task_temperature above 0, as to 0.8")
         if self.streaming and (self.eval_data or self.eval_split) and not self.eval_rows:
             raise ValueError("--eval_data or --eval_split with --streaming: a stream may have no "
                              "end; say by --eval_rows how many rows of it are used")

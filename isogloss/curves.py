@@ -52,15 +52,10 @@ def read_run(folder):
             if number == len(texts):
                 break  # a running job writes it
             raise ValueError(f"{path}: line {number} is no line of metrics") from None
-        lines.append({with_new_name(key): value for key, value in line.items()})
+        lines.append(line)
     if not lines:
         raise ValueError(f"{path}: holds no line yet")
     return lines
-
-
-def with_new_name(key):
-    """Return a metric's name of today, for runs of earlier versions."""
-    return key.replace("teacher_bytes_per_token", "teacher_output_bytes")
 
 
 def find_metrics(pattern, keys):

@@ -9,7 +9,6 @@ is ever replaced.
 Tests: tests/test_export.py, tests/test_distributed.py.
 """
 
-import glob
 import json
 import os
 import shutil
@@ -102,15 +101,17 @@ def _real_path(path):
 
 
 def _check_overlap(cfg):
+    """Refuse to replace a model that the run reads, which may be an earlier export."""
     target = _real_path(cfg.export)
-    output_dir = _real_path(cfg.output_dir)
     # inside of output_dir is usual
-    if output_dir.is_relative_to(target):
+    if _real_path(cfg.output_dir).is_relative_to(target):
         _refuse_overlap(cfg, "--output_dir", cfg.output_dir)
-    checkpoints = _real_path(checkpoint_folder(cfg))
-    if target.is_relative_to(checkpoints):
-        _refuse_overlap(cfg, "the checkpoints", checkpoints)
-    for name, path in _inputs(cfg):
+    if target.is_relative_to(_real_path(checkpoint_folder(cfg))):
+        _refuse_overlap(cfg, "the checkpoints", checkpoint_folder(cfg))
+    models = [("--student", cfg.student)]
+    for teacher_cfg in configs_by_teacher(cfg).values() if cfg.kd_weight else ():
+        models.append(("teacher", teacher_cfg.teacher_path))
+    for name, path in models:
         if os.path.exists(os.path.expanduser(path)):  # else it is a hub id
             real = _real_path(path)
             if real.is_relative_to(target) or target.is_relative_to(real):
@@ -120,25 +121,6 @@ def _check_overlap(cfg):
 def _refuse_overlap(cfg, flag, path):
     raise ValueError(f"--export {cfg.export}: would replace {flag} {path} or a part of it; name "
                      "another directory")
-
-
-def _inputs(cfg):
-    """List (flag, path) of all that a run may read from this machine; a path may be a hub id."""
-    found = [("--student", cfg.student), ("--ds_config", cfg.ds_config)]
-    for path in glob.glob(os.path.expanduser(cfg.data), recursive=True):
-        found.append(("--data", path))
-    if cfg.resume not in ("auto", "never"):
-        found.append(("--resume", cfg.resume))
-    if cfg.projection:
-        found.append(("--projection", cfg.projection))
-    if cfg.kd_weight:
-        for teacher_cfg in configs_by_teacher(cfg).values():
-            found.append(("teacher", teacher_cfg.teacher_path))
-            if teacher_cfg.teacher_cache:
-                found.append(("teacher_cache", teacher_cfg.teacher_cache))
-            if teacher_cfg.projection:
-                found.append(("projection", teacher_cfg.projection))
-    return found
 
 
 def _check_replaceable(export, flag="--export"):
@@ -163,20 +145,16 @@ def _check_replaceable(export, flag="--export"):
         if name not in (written or {}):
             raise ValueError(f"{flag} {export}: holds {name}, which no export of ours wrote and "
                              "which would be lost; name another directory or remove it")
-        if written[name] and size_and_checksum(target / name) != written[name]:
+        if size_and_checksum(target / name) != written[name]:
             raise ValueError(f"{flag} {export}: its {name} was changed after it was exported, and "
                              "the change would be lost; name another directory, or remove that "
                              "file")
 
 
 def _written_files(target):
-    """Return {name: [bytes, CRC-32]} of what an export wrote; None: no manifest is there.
-
-    Exports of earlier versions list the names alone, and have None for each.
-    """
+    """Return {name: [bytes, CRC-32]} of what an export wrote; None: no manifest is there."""
     try:
-        written = json.loads((target / MANIFEST).read_text())["files"]
-        return written if isinstance(written, dict) else dict.fromkeys(written)
+        return dict(json.loads((target / MANIFEST).read_text())["files"])
     except FileNotFoundError:
         return None
     except (OSError, ValueError, KeyError, TypeError):

@@ -24,7 +24,6 @@ from transformers.utils.hub import cached_file, extract_commit_hash
 
 from isogloss.config import configs_by_teacher
 from isogloss.flags.model_names import read_model_name, without_secrets
-from isogloss.flags.yaml_file import read_whole
 from isogloss.job.files import write_atomically
 from isogloss.job.watch import print_line
 from isogloss.projection_tools.tokenizers import reason_of
@@ -378,11 +377,11 @@ def run_record(cfg, start_step, ds_config):
     record = {
         "argv": sys.argv,
         "config": asdict(cfg),
-        "config_text": read_whole(cfg.config) if cfg.config else "",
+        "config_text": Path(cfg.config).read_text("utf-8") if cfg.config else "",
         "models": model_versions(cfg),
         "start_step": start_step,
         "ranks": dist.get_world_size(),
-        "ds_config_text": read_whole(cfg.ds_config),
+        "ds_config_text": Path(cfg.ds_config).read_text("utf-8"),
         "ds_config": ds_config,
         "seed": cfg.seed,
         "commit": _git("rev-parse", "HEAD"),

@@ -13,15 +13,7 @@ import os
 import sys
 from dataclasses import dataclass
 
-from isogloss.curves import (
-    DEFAULT,
-    available,
-    drawn_curves,
-    panels_of,
-    picture,
-    read_run,
-    with_new_name,
-)
+from isogloss.curves import DEFAULT, available, drawn_curves, panels_of, picture, read_run
 from isogloss.flags.parse import check_types, expanded, flag, parse_flags
 from isogloss.projection_tools.files import check_picture
 
@@ -85,7 +77,7 @@ def main(folders, args):
     runs = {}
     for name, folder in zip(short_names(folders), folders):
         runs[name] = read_run(folder)
-    patterns = [with_new_name(name) for name in args.metrics.split(",") if name]
+    patterns = [name for name in args.metrics.split(",") if name]
     if args.metrics == DEFAULT:
         patterns = available(patterns, runs)
     panels = panels_of(runs, patterns)

@@ -180,10 +180,6 @@ def _check_arrays(path, tables):
         if not isinstance(array, torch.Tensor):
             raise ValueError(
                 f"{path}: its {key} are a {type(array).__name__}; expected a tensor; make it again")
-        if array.layout != torch.strided or array.is_meta or array.is_quantized:
-            raise ValueError(
-                f"{path}: its {key} are a tensor without plain values ({array.layout}, on "
-                f"{array.device}, {array.dtype}); expected a dense one; make it again")
     indices = tables["indices"]
     likelihoods = tables["likelihoods"]
     same_shape = indices.shape == likelihoods.shape and indices.ndim == 2 and indices.numel() > 0

@@ -1,7 +1,7 @@
 """Make rows from the similarity of embeddings, for vocabularies whose bytes have little in common.
 
     python -m projection_tools.generate --student A --teacher B --output F.pt \\
-        --embedding_model E [--pooling input] [--top_k 4]
+        --embedding_model E [--top_k 4]
 
 Each token's text is embedded by one model; a row holds the teacher tokens of largest cosine,
 weighted by exp(sharpness * cosine).  Tokens that are no text by themselves (half characters,
@@ -23,22 +23,19 @@ FLOATS_PER_MIB = 2**18  # of float32
 
 
 class Embedder:
-    """Map texts to vectors of length 1, by one model.
+    """Map texts to vectors of length 1: the mean of one model's input embeddings.
 
     Args:
         name: hub id or directory of a model with a fast tokenizer.
-        pooling: "input": the mean of the input embeddings; "output": the mean of the last hidden
-            states.
         device: None: the GPU, if there is one.
         trust_remote_code: run the Python code that comes with the model.
     Raises:
         ValueError: the model cannot be loaded.
     """
 
-    def __init__(self, name, pooling="input", device=None, trust_remote_code=False):
+    def __init__(self, name, device=None, trust_remote_code=False):
         from transformers import AutoModel  # seconds to import
 
-        self.pooling = pooling
         self.device = device or ("cuda" if torch.cuda.is_available() else "cpu")
         self.tokenizer, _ = load_tokenizer("embedding_model", name, trust_remote_code)
         place = read_model_name("embedding_model", name)
@@ -67,11 +64,7 @@ class Embedder:
     def _embed(self, texts):
         tokenized = self.tokenizer(texts, add_special_tokens=False, verbose=False)
         ids, mask = self._padded(tokenized["input_ids"])
-        if self.pooling == "input":
-            states = self.model.get_input_embeddings()(ids)
-        else:
-            output = self.model(input_ids=ids, attention_mask=mask.long())
-            states = output.last_hidden_state
+        states = self.model.get_input_embeddings()(ids)
         # The length is normalized below, so the sum over positions serves as the mean.
         states = torch.where(mask[..., None], states.float(), 0.0)
         return torch.nn.functional.normalize(states.sum(1), dim=-1)
@@ -149,16 +142,12 @@ class Args(PairArgs):
     embedding_model: str = flag(
         MISSING, "hub id or directory of the model that embeds the tokens of both vocabularies.")
     output: str = flag(MISSING, "file to write, .pt or .safetensors.")
-    pooling: str = flag(
-        "input", "input (mean of input embeddings) or output (mean of last hidden states).")
     top_k: int = flag(4, "entries kept per row, 1 or more.", low=1, high=MOST_SLOTS)
     sharpness: float = flag(
         10.0, "weights are proportional to exp(sharpness * cosine), > 0.", high=1e6)
 
     def __post_init__(self):
         super().__post_init__()
-        if self.pooling not in ("input", "output"):
-            raise ValueError(f"--pooling {self.pooling}: expected input or output")
         if self.sharpness <= 0:
             raise ValueError(f"--sharpness {self.sharpness}: expected more than 0")
 
@@ -166,7 +155,7 @@ class Args(PairArgs):
 def main(args):
     check_output(args.output)
     pair = args.load_pair()
-    embed = Embedder(args.embedding_model, args.pooling, trust_remote_code=args.trust_remote_code)
+    embed = Embedder(args.embedding_model, trust_remote_code=args.trust_remote_code)
     projection = similar_rows(pair, embed, args.top_k, args.sharpness)
     finish(projection, pair, args)
 

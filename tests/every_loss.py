@@ -65,7 +65,6 @@ SELECTIONS = {
     ", top_k": {"top_k": 3},
     ", top_k without tail": {"top_k": 3, "tail": False},
     ", student's top_k": {"top_k": 3, "support": "student", "teacher_temperature": 1.5},
-    ", given ids": {"support": "given", "top_k": 3},
 }
 
 
@@ -79,8 +78,6 @@ class LogitsCase:
         self.mask = torch.rand(B, S) < 0.7
         self.mask[0, 0] = True
         self.next = torch.randint(V, (B, S))
-        support = [torch.randperm(V)[:3] for _ in range(B * S)]
-        self.support = torch.stack(support).view(B, S, 3)
 
     def problem(self, compute, definition):
         return Problem(self.x, self.y, (self.mask, self.mask), compute, definition)
@@ -88,15 +85,10 @@ class LogitsCase:
 
 def divergence_problem(name, selection, parameters, seed, tau=1.0, samples=2, equal=True):
     case = LogitsCase(seed, samples)
-    if selection.get("support") == "given":
-        selection = selection | {"support": case.support}
 
     def compute(x, y, samples, **options):
-        options = options | selection
-        if isinstance(options.get("support"), torch.Tensor):
-            options["support"] = case.support[samples]
         return getattr(losses, name)(
-            x, y, case.mask[samples], temperature=tau, **parameters, **options)
+            x, y, case.mask[samples], temperature=tau, **parameters, **options, **selection)
 
     def definition():
         options = dict(selection)

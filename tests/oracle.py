@@ -428,11 +428,8 @@ def positions(
     for b, t in mask.nonzero().tolist():
         p = list(softmax(x[b, t], tau))
         q = list(softmax(y[b, t], teacher_tau or tau))
-        if isinstance(support, torch.Tensor):
-            ids = support[b, t].tolist()
-        else:
-            ids = most_likely(q if support == "teacher" else p, top_k)
         if top_k:
+            ids = most_likely(q if support == "teacher" else p, top_k)
             p = buckets(p, ids, tail)
             q = buckets(q, ids, tail)
         terms.append((b, t, tau**2 * divergence(name, p, q, coefficient)))

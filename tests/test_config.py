@@ -131,7 +131,7 @@ WRONG = {
     "a weight of 0": ('[{"model": "A", "weight": 0}]', "weight 0 of A: expected a number above 0"),
     "a weight in words": ('[{"model": "A", "weight": "2"}]', "weight '2' of A: expected a number"),
     "twins": ('[{"model": "A"}, {"model": "x/A"}]', "two teachers are named A; give each"),
-    "a key twice": ('[{"model": "A", "loss": "alm", "loss": "uld"}]', "'loss' is there twice"),
+    "a key twice": ('[{"model": "A", "loss": "alm", "loss": "uld"}]', "has the key 'loss' twice"),
     "a depth without end": ("[" * 100_000, "nested too deep"),
     "a number without end": ("9" * 5000, "--teachers: not valid JSON"),
     "a name of 300 letters": (json.dumps([{"model": "A", "name": 300 * "b"}]), "name 'bbb"),
@@ -151,7 +151,7 @@ def test_wrong_teachers_are_refused(case):
 
 
 @pytest.mark.parametrize("text, message", [
-    ('{"a": {"b": 1, "b": 2}}', "--template_kwargs: 'b' is there twice"),
+    ('{"a": {"b": 1, "b": 2}}', "has the key 'b' twice"),
     ("[" * 100_000, "expected a JSON object"),
     ("9" * 5000, "expected a JSON object like"),
     ("[1]", "expected a JSON object"),

@@ -2,13 +2,11 @@
 
 import itertools
 import json
-import re
 
 import datasets
 import pytest
 import torch
 
-from isogloss.data import order as data
 from isogloss.data.open_data import load_dataset
 from isogloss.data.order import (
     CHATS_TO_TRY,
@@ -74,27 +72,13 @@ def test_a_template_that_refuses_all_chats_ends_the_job(tokenizers, side):
         check_templates(late, READER, encoders)
 
 
-# {chat template that does harm: what is said of it}
-HARMFUL = {
-    "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}":
-        "does not end within 1 seconds",
-    "{% if add_generation_prompt %}{% for a in range(99999) %}{% for b in range(99999) %}"
-    "{% endfor %}{% endfor %}{% endif %}{{ messages[0].content }}":
-        "does not end within 1 seconds",
-    "{{ 'a' * 10 ** 11 }}": "takes more than 2 GiB",
-    "{{ 'a' * 2 ** 25 }}": f"writes {2**25} characters of a chat; a tokenizer takes up to {2**24}",
-}
-
-
-@pytest.mark.parametrize("template", HARMFUL)
-def test_an_endless_or_exploding_template_is_refused(tokenizers, monkeypatch, template):
-    monkeypatch.setattr(data, "TEMPLATE_SECONDS", 1 if "end within" in HARMFUL[template] else 60)
+def test_a_template_that_writes_more_than_a_tokenizer_takes_is_refused(tokenizers):
     encoders = with_templates(tokenizers)
-    encoders[1].tokenizer.chat_template = template
+    encoders[1].tokenizer.chat_template = "{{ 'a' * 2 ** 25 }}"
     dataset = datasets.Dataset.from_dict({"text": [CHAT]})
-    with pytest.raises(ValueError, match=re.escape(HARMFUL[template])) as error:
+    message = f"writes {2**25} characters of a chat; a tokenizer takes up to {2**24}"
+    with pytest.raises(ValueError, match=message):
         check_templates(dataset, READER, encoders)
-    assert "\n" not in str(error.value)
 
 
 def steps_of(dataset, num_ranks, micro_batch_size, grad_accum_steps, workers=0, start=0, steps=6,

@@ -126,14 +126,6 @@ def test_batch_sizes_that_are_not_positive_whole_numbers_are_rejected(key, value
         batch_sizes(config, 2, "ds.json")
 
 
-@pytest.mark.parametrize("config", [
-    {"train_micro_batch_size_per_gpu": 10**9}, {"train_batch_size": 2 * 10**9},
-    {"train_batch_size": 2 * 10**9, "train_micro_batch_size_per_gpu": 1}])
-def test_more_samples_than_a_machine_holds_are_refused(config):
-    with pytest.raises(ValueError, match=r"0{9} .*, expected .* or fewer; see train_batch_size"):
-        batch_sizes(config, 2, "ds.json")
-
-
 @pytest.mark.parametrize("shards", [1, 2, 4])
 def test_sequence_parallelism_multiplies_the_batch_of_the_engine_alone(shards):
     """Samples in a step do not depend on the number of shards."""

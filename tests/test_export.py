@@ -52,10 +52,9 @@ REFUSED = {
     "--export={folder}/models": "would replace --student",
     "--export={folder}/models/teacher/x": "would replace teacher",
     "--export={folder}/link": "would replace --student",
-    "--export={folder}/data": "would replace --data",
-    "--export={folder}/data --data={folder}/data/*.jsonl": "would replace --data",
+    "--export={folder}/data": "which no export of ours wrote",
     "--export={folder}/other": "which no export of ours wrote",
-    "--export={folder}/ds.json": "--ds_config",
+    "--export={folder}/ds.json": "is a file; name a directory",
     "--export={folder}/notes/x": "nothing can be written to",
     "--export={folder}/notes": "is a file; name a directory",
     "--output_dir={folder}/notes/run": "nothing can be written to",
@@ -100,7 +99,8 @@ def test_what_an_export_may_replace(tmp_path):
     (target / "sub" / "b").write_text("")
     assert is_refused(target)
     names = ["a.json", "sub/b"]
-    (target / export.MANIFEST).write_text(json.dumps({"files": names}))
+    sizes = {name: export.size_and_checksum(target / name) for name in names}
+    (target / export.MANIFEST).write_text(json.dumps({"files": sizes}))
     assert not is_refused(target)
     (tmp_path / "link").symlink_to(target)
     assert not is_refused(tmp_path / "link")
@@ -111,8 +111,6 @@ def test_what_an_export_may_replace(tmp_path):
         (target / name).unlink()
     assert is_refused(target)  # an empty folder .git
     (target / ".git").rmdir()
-    sizes = {name: export.size_and_checksum(target / name) for name in names}
-    (target / export.MANIFEST).write_text(json.dumps({"files": sizes}))
     assert not is_refused(target)
     (target / "a.json").write_text("[]")  # as long as before
     assert is_refused(target)

@@ -16,7 +16,7 @@ import pyarrow.parquet as pq
 import pytest
 import zstandard
 
-from isogloss.data import file_rows, open_data
+from isogloss.data import open_data
 from isogloss.data.batch import Collator
 from isogloss.data.checks import explained
 from isogloss.data.file_rows import ROWS_TO_PEEK
@@ -432,18 +432,6 @@ def test_a_chat_that_no_tokenizer_takes_is_refused():
     chat = [USER, dict(ANSWER, content="a" * MOST_CHARACTERS)]
     with pytest.raises(DataError, match=r"row 3 of 'chat' holds a chat of \d+ characters, and up"):
         ExampleReader("chat", source="x")({"chat": chat}, 3)
-
-
-@pytest.mark.parametrize("name", ["a.jsonl", "a.json", "a.csv", "a.jsonl.gz"])
-def test_lines_are_read_up_to_a_size(tmp_path, monkeypatch, name):
-    monkeypatch.setattr(file_rows, "MOST_CHARACTERS", 1000)
-    rows = [{"text": "b"}, {"text": "a" * 1000}]
-    text = "\n".join(map(json.dumps, rows)) if "jsonl" in name else json.dumps(rows, indent=1)
-    if name == "a.csv":
-        text = "text\nb\n" + "a" * 1000
-    data = gzip.compress(text.encode()) if name.endswith(".gz") else text.encode()
-    (tmp_path / name).write_bytes(data)
-    check_refused(rf"{name}: .* more than \d+ GiB; write an object on", tmp_path / name)
 
 
 # --- flags ----------------------------------------------------------------------------------------

@@ -107,17 +107,6 @@ def test_a_metric_without_a_number_has_no_panel(tmp_path, capsys):
     assert "--metrics kd: no run has a number of it" in capsys.readouterr().err
 
 
-def test_runs_of_before_a_metric_was_renamed_are_drawn_with_those_of_today(tmp_path, capsys):
-    old, new = "teacher_bytes_per_token", "teacher_output_bytes"
-    runs = [write_run(tmp_path / name, [{"step": 1, f"{key}/A": 64.0}])
-            for name, key in (("old", old), ("new", new))]
-    for asked in (old, new):
-        plot.cli([*map(str, runs), f"--metrics={asked}"])
-        printed = capsys.readouterr().out
-        assert printed.startswith(f"{new}/A\n")
-        assert "old: first 64" in printed and "new: first 64" in printed
-
-
 @pytest.mark.parametrize("line", ["nothing", '{"step": "2"}', '{"step": NaN}', "[2]", '"step"',
                                   '{"loss": 1}', "\x00\x00"])
 def test_a_foreign_line_is_named(tmp_path, line):

@@ -80,7 +80,7 @@ FILES = {
     "latin1.jsonl": (rows("one", "café").encode("latin-1"), "latin1.jsonl: line 2 "),
     "latin1.json": ('[\n{"text": "café"}]'.encode("latin-1"), "latin1.json: line 2 "),
     "latin1.csv": (lines("text", "café").encode("latin-1"), "latin1.csv: line 2 "),
-    "utf16.txt": (LINES.encode("utf-16"), "utf16.txt: is UTF-16"),
+    "utf16.txt": (LINES.encode("utf-16"), "utf16.txt: is no text: it holds NUL bytes"),
     "surrogate.jsonl": ('{"text": "a"}\n{"text": "\\ud800"}\n', "surrogate.jsonl"),
     "invalid.parquet": (parquet(invalid_strings()), "row 2 of 'text' is not UTF-8"),
     "invalid.arrow": (arrow(invalid_strings()), "cannot be read (UnicodeDecodeError: 'utf-8'"),
@@ -92,7 +92,7 @@ FILES = {
     "pointer.parquet": (LFS, "pointer.parquet: is a pointer of git-lfs"),
     "cut.arrow": (GOOD_ARROW[: len(GOOD_ARROW) // 2], "cut.arrow: "),
     "noise.arrow": (b"\xff" * 500, "noise.arrow: "),
-    "parquet.arrow": (GOOD_PARQUET, "parquet.arrow: is a parquet file"),
+    "parquet.arrow": (GOOD_PARQUET, "parquet.arrow: is no file of kind .arrow"),
     # of kinds that nobody trains on: one line, a general one
     "page.jsonl": (PAGE, "page.jsonl: is a web page"),
     "cut.jsonl.gz": (gzip.compress(ROWS.encode() * 99)[:-20], "cut.jsonl.gz: "),
@@ -182,17 +182,17 @@ TEACHERS = (
     '{"model":"{folder}/teacher","name":"y"}] --route_key=')
 PLACES = {
     # not a file
-    "--data={folder}/pipe.jsonl": "pipe.jsonl: is a pipe, expected a file",
-    "--data={folder}/socket.jsonl": "is a socket, expected a file",
-    "--data=/dev/null": "--data /dev/null: is a device, expected a file",
+    "--data={folder}/pipe.jsonl": "pipe.jsonl: is no regular file",
+    "--data={folder}/socket.jsonl": "socket.jsonl: is no regular file",
+    "--data=/dev/null": "--data /dev/null: is no regular file",
     "--data={folder}/folder.jsonl": "holds no file that can be read",
     "--data={folder}/link.jsonl": "is a link to nothing",
-    "--data={folder}/pipes": "pipes/b.jsonl: is a pipe",
+    "--data={folder}/pipes": "pipes/b.jsonl: is no regular file",
     # directories and globs
     "--data={folder}/empty": "holds no file that can be read",
     "--data={folder}/kinds": "files of kind .jsonl, .txt;",
     "--data={folder}/kinds/*.csv": "no such file, directory or glob",
-    "--data={folder}/kind?": "kinds: is a directory, expected",
+    "--data={folder}/kind?": "kinds: is no regular file",
     "--data={folder}/one_empty": "b.parquet: is empty",
     "--data={folder}/a.jsonl.zst": "is no .zst file, or damaged",
     "--data={folder}/b.jsonl.zst": "is compressed and holds nothing",

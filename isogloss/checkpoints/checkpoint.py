@@ -32,7 +32,6 @@ from deepspeed.accelerator import get_accelerator
 from isogloss.checkpoints.convert import check_convertible, load_converted
 from isogloss.checkpoints.unpickle import known_classes_only
 from isogloss.flags.model_names import without_secrets
-from isogloss.flags.parse import PATH_FLAGS
 from isogloss.job.files import (
     files_in,
     replace_folder,
@@ -261,8 +260,6 @@ def _newest_whole(checkpoints):
 
 def damage_of(checkpoint):
     """Say which file of a checkpoint is damaged, the same on all ranks, which take part; "": none.
-
-    Checkpoints of earlier versions do not list their files, so theirs are not checked.
     """
     damage = _missing_or_cut(checkpoint)
     damage = next(filter(None, values_of_ranks(damage)), "")
@@ -319,11 +316,7 @@ def agree_on_start(checkpoint):
 
 def check_identity(choice, checkpoint, identity):
     """Check that a checkpoint belongs to the run with this identity."""
-    # what checkpoints of earlier versions lack was off
-    saved = {"join_rows": 0} | without_secrets(position_of(checkpoint)["run"])
-    for key in PATH_FLAGS & saved.keys():  # earlier versions kept `~` as it was written
-        if isinstance(saved[key], str):
-            saved[key] = os.path.expanduser(saved[key])
+    saved = without_secrets(position_of(checkpoint)["run"])
     differing = [key for key, value in identity.items() if saved.get(key) != value]
     if not differing:
         return

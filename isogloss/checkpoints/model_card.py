@@ -15,7 +15,6 @@ from huggingface_hub import ModelCardData
 from isogloss.config import Config, configs_by_teacher
 from isogloss.curves import DEFAULT, available, panels_of, picture, read_run
 from isogloss.flags.model_names import without_secrets
-from isogloss.flags.yaml_file import MOST_RECORD, read_whole
 
 HUB_ID = re.compile(r"[\w.-]+/[\w.-]+\Z")
 PICTURE = "curves.png"
@@ -47,7 +46,7 @@ def read_record(folder):
     if not path.exists():
         path = max(Path(folder).glob("run_*.json"), default=path)
     try:
-        record = json.loads(read_whole(path, MOST_RECORD))
+        record = json.loads(path.read_text(encoding="utf-8"))
         values = record["config"]
         known = {field.name for field in fields(Config)}
         # an older version may have had other flags

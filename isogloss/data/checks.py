@@ -10,14 +10,12 @@ Tests: tests/test_wrong_data.py.
 
 import bz2
 import codecs
-import collections
 import glob
 import gzip
 import io
 import json
 import lzma
 import os
-import stat
 import time
 import zlib
 from contextlib import contextmanager
@@ -31,6 +29,7 @@ import zstandard
 
 from isogloss.data.chat_rows import problem_of
 from isogloss.errors import DataError
+from isogloss.flags.yaml_file import without_twins
 
 EMPTY_DATA = "the data set is empty; at least one row of text is needed"
 READERS = {".txt": "text", ".jsonl": "json", ".json": "json", ".parquet": "parquet",
@@ -52,26 +51,11 @@ KINDS = f"{', '.join(READERS)}, the texts also with {', '.join(OPENERS)}"
 CHECK_SECONDS = 10  # for which JSON values, of which Arrow knows nothing, are checked at first
 ROWS_TO_CHECK = 1000  # of them at a time; at least so many are
 
-UTF16 = "is UTF-16 or UTF-32, expected UTF-8; convert it, as iconv -f UTF-16 -t UTF-8 does"
 POINTER = "is a pointer of git-lfs, not the file itself; fetch it with git lfs pull"
 PAGE = "is a web page, not the file itself; download it again"
-# First bytes of what is no file of text, and what to say of it.
-SIGNATURES = {
-    codecs.BOM_UTF16_LE: UTF16,
-    codecs.BOM_UTF16_BE: UTF16,
-    b"version https://git-lfs": POINTER,
-    b"PAR1": "is a parquet file; rename it to end in .parquet",
-    b"ARROW1": "is an Arrow file; rename it to end in .arrow",
-    b"\xff\xff\xff\xff": "is an Arrow stream; rename it to end in .arrow",
-    b"\x1f\x8b": "is compressed by gzip; rename it to end in .gz, behind the suffix of its kind",
-    b"BZh": "is compressed by bzip2; rename it to end in .bz2, behind the suffix of its kind",
-    b"\xfd7zXZ": "is compressed by xz; rename it to end in .xz, behind the suffix of its kind",
-    b"\x28\xb5\x2f\xfd":
-        "is compressed by zstd; rename it to end in .zst, behind the suffix of its kind",
-}
+FIRST_BYTES = {"parquet": b"PAR1", "arrow": (b"ARROW1", b"\xff\xff\xff\xff")}
 NAMES_OF_JSON = {str: "a string", int: "a number", float: "a number", bool: "a truth value",
                  list: "a list", dict: "an object", type(None): "null"}
-NAMES_OF_FILES = {"a directory": stat.S_ISDIR, "a pipe": stat.S_ISFIFO, "a socket": stat.S_ISSOCK}
 
 
 def split_suffix(file):
@@ -124,12 +108,7 @@ def check_is_file(source, file):
     if not os.path.exists(file):
         problem = "is a link to nothing; repair or remove it"
     elif not os.path.isfile(file):
-        mode = os.stat(file).st_mode
-        kind = "a device"
-        for name, is_such in NAMES_OF_FILES.items():
-            if is_such(mode):
-                kind = name
-        problem = f"is {kind}, expected a file; name files of kind {KINDS}"
+        problem = f"is no regular file; name files of kind {KINDS}"
     elif not os.access(file, os.R_OK):
         problem = "may not be read; change its permissions"
     if problem:
@@ -154,8 +133,6 @@ def _place(source, file):
 def _problem_of_file(file):
     """Return what the first bytes of a file tell against it; None: nothing."""
     kind = kind_of(file)
-    if kind == "parquet":
-        return _problem_of_parquet(file)
     try:
         with open_bytes(file) as stream:
             first = stream.read(4096)
@@ -163,35 +140,26 @@ def _problem_of_file(file):
         return f"is no {split_suffix(file)[1]} file, or damaged ({error}); write it again"
     if not first:
         return "is compressed and holds nothing, or is cut off; write it again, or remove it"
-    if kind == "arrow":
-        is_arrow = first.startswith((b"ARROW1", b"\xff\xff\xff\xff"))
-        return None if is_arrow else _signature(first, kind) or (
-            "is no Arrow file; write it again, or name it after its kind")
-    problem = _signature(first, kind)
-    if not problem and b"\0" in first:
-        return "is no text: it holds NUL bytes; expected UTF-8 (UTF-16 has to be converted)"
-    return problem
-
-
-def _problem_of_parquet(file):
-    with open(file, "rb") as stream:
-        first = stream.read(512)
-        stream.seek(-4, os.SEEK_END)
-        last = stream.read()
-    if not first.startswith(b"PAR1"):
-        return _signature(first, "parquet") or (
-            "is no parquet file; write it again, or name it after its kind")
-    is_whole = len(first) >= 12 and last == b"PAR1"
-    return None if is_whole else "is cut off; download or write it again"
-
-
-def _signature(first, kind):
-    for signature, problem in SIGNATURES.items():
-        if first.startswith(signature):
-            return problem
+    if first.startswith(b"version https://git-lfs"):
+        return POINTER
     start = first.removeprefix(codecs.BOM_UTF8).lstrip().lower()
-    is_page = kind != "text" and start.startswith((b"<!doctype", b"<html"))
-    return PAGE if is_page else None
+    if kind != "text" and start.startswith((b"<!doctype", b"<html")):
+        return PAGE
+    if kind in FIRST_BYTES:
+        if not first.startswith(FIRST_BYTES[kind]):
+            return f"is no file of kind .{kind}; write it again, or name it after its kind"
+        return _cut_off(file) if kind == "parquet" else None
+    if b"\0" in first:
+        return "is no text: it holds NUL bytes; expected UTF-8 (UTF-16 has to be converted)"
+    return None
+
+
+def _cut_off(file):
+    """Return what to say of a parquet file that does not end as it begins; None: it does."""
+    with open(file, "rb") as stream:
+        stream.seek(-4, os.SEEK_END)
+        is_whole = os.path.getsize(file) >= 12 and stream.read() == b"PAR1"
+    return None if is_whole else "is cut off; download or write it again"
 
 
 def _first_line(error):
@@ -302,15 +270,6 @@ def problem_of_json(line):
     if type(value) is not dict:
         return f'holds {NAMES_OF_JSON[type(value)]}, expected an object like {{"text": "..."}}'
     return None
-
-
-def without_twins(pairs):
-    """Return a dict of (key, value) pairs; JSON would take the last of two in silence."""
-    row = dict(pairs)
-    if len(row) < len(pairs):
-        [(name, _)] = collections.Counter(name for name, _ in pairs).most_common(1)
-        raise ValueError(f"has the key {name!r} twice; remove one")
-    return row
 
 
 # --- columns, by Arrow ----------------------------------------------------------------------------

@@ -29,14 +29,12 @@ from isogloss.data.checks import (
     problem_of_bytes,
     problem_of_json,
     split_suffix,
-    without_twins,
 )
+from isogloss.flags.yaml_file import without_twins
 
 ROWS_TO_PEEK = 1000  # rows that tell the type of a column
 # Type of a value -> of a column that holds no other; of two kinds of numbers the second.
 PLAIN_TYPES = {str: "string", bool: "bool", int: "int64", float: "float64"}
-MOST_CHARACTERS = 2**31  # of a line, and of a file that is one JSON value; memory is finite
-UNSPLIT = f"more than {MOST_CHARACTERS >> 30} GiB; write an object on every line, as .jsonl"
 
 
 def file_keys(files):
@@ -90,15 +88,13 @@ def _lines(file):
         stream = io.BufferedReader(stream)  # not every reader of compressed files knows lines
         for number in itertools.count(1):
             try:
-                line = stream.readline(MOST_CHARACTERS)
+                line = stream.readline()
             except DAMAGE as error:
                 if not is_local:
                     raise
                 raise BadLine(f"{file}: {damaged(error)}") from None
             if not line:
                 return
-            if len(line) == MOST_CHARACTERS:
-                raise BadLine(f"{file}: a line, or all of it, is {UNSPLIT}")
             if problem := problem_of_bytes(line):
                 raise BadLine(f"{file}: line {number} {problem}")
             yield line.decode("utf-8-sig" if number == 1 else "utf-8")
@@ -148,24 +144,20 @@ def _objects(line):
 
 def _rows_of_value(file, lines, number):
     """Return the objects of a file that is one JSON value; of a list of texts as a column."""
-    text = io.StringIO()
-    for line in lines:
-        if text.tell() + len(line) > MOST_CHARACTERS:
-            raise BadLine(f"{file}: is one value of {UNSPLIT}")
-        text.write(line)
+    text = "".join(lines)
     try:
-        value = DECODER.decode(text.getvalue())
+        value = DECODER.decode(text)
     except RecursionError:
         raise BadLine(f"{file}: is nested too deep; repair it") from None
     except ValueError as error:
-        first = text.getvalue().splitlines()[0]
+        first = text.splitlines()[0]
         is_row = not first.startswith(("[", "{")) or first.endswith("]")
         problem = problem_of_json(first) if is_row else f"is not JSON ({error}); repair it"
         raise BadLine(f"{file}: line {number} {problem}") from None
     if isinstance(value, dict):
         value = [value]
     elif not isinstance(value, list):
-        raise BadLine(f"{file}: line {number} {problem_of_json(text.getvalue())}")
+        raise BadLine(f"{file}: line {number} {problem_of_json(text)}")
     return [row if isinstance(row, dict) else {"text": row} for row in value]
 
 
@@ -180,7 +172,7 @@ def _cells(file):
 
 def csv_rows(file, names):
     """Yield (line, {name: text}); a cell is what stands there, and an empty one the empty text."""
-    of_process = csv.field_size_limit(MOST_CHARACTERS - 1)
+    of_process = csv.field_size_limit(2**31 - 1)
     reader = csv.reader(_cells(file), strict=True)
     header = None
     try:

@@ -7,13 +7,10 @@ a run is its step number, whatever the number of ranks and workers.
 
 import itertools
 import math
-import resource
-import signal
 import warnings
 from collections import Counter
 from dataclasses import dataclass
 from functools import lru_cache
-from pathlib import Path
 
 import datasets
 import numpy as np
@@ -36,12 +33,10 @@ from isogloss.data.open_data import STRINGS, column_names, first_rows
 from isogloss.data.rollouts import OldRollout, Prompter, SkippedPrompt
 from isogloss.data.sample import encode_text
 from isogloss.data.stream import StreamedExamples, take_sample
-from isogloss.data.turns import SkippedChat, Template, template_options
-from isogloss.data.workers import forked, worker_of
+from isogloss.data.turns import SkippedChat, Template
+from isogloss.data.workers import worker_of
 from isogloss.errors import DataError
 
-TEMPLATE_SECONDS = 60  # for all of them; a template takes less than a millisecond for each
-TEMPLATE_BYTES = 2**31  # of memory, besides what the process has
 CHATS_TO_TRY = 8  # rows that a chat template has to refuse before the job is refused
 ROWS_TO_LEARN = 1000  # of which something has to be learned
 
@@ -55,7 +50,6 @@ def check_templates(dataset, reader, encoders):
     rows = first_rows(dataset, CHATS_TO_TRY, reader.text_key, reader.source)
     for number, row in enumerate(rows):
         examples.append(reader(row, number))
-    try_templates(examples, encoders)
     for encoder in encoders:
         errors = []
         for example in examples:
@@ -110,57 +104,6 @@ def _why_not_learned(example, student, train_on):
     if learned[1 : student.max_length + 1].any():
         return None
     return f"are cut at --max_length {student.max_length} before what is learned"
-
-
-def try_templates(examples, encoders):
-    """Render chats in a process that can be ended, as a template may be endless or explode.
-
-    Raises:
-        ValueError: a template takes longer than TEMPLATE_SECONDS, or more than TEMPLATE_BYTES.
-    """
-    for encoder in encoders:
-        process, connection = forked(_write_all, examples, encoder)
-        problem = f"does not end within {TEMPLATE_SECONDS} seconds"
-        try:
-            if connection.poll(TEMPLATE_SECONDS):
-                problem = connection.recv()
-        except EOFError:
-            process.join()
-            if process.exitcode != -signal.SIGXCPU:
-                problem = f"ends the process that tries it (code {process.exitcode})"
-        finally:
-            process.kill()
-            process.join()
-            connection.close()
-        if problem:
-            raise ValueError(f"the chat template of {encoder.tokenizer.name_or_path} {problem} on "
-                             "one of the first chats; repair chat_template in "
-                             "tokenizer_config.json, or chat_template.jinja")
-
-
-def _write_all(examples, encoder, connection):
-    """Render chats and send what is wrong with that, or None; run by a process of its own."""
-    pages = int(Path("/proc/self/statm").read_text().split()[0])
-    most_bytes = pages * resource.getpagesize() + TEMPLATE_BYTES
-    # also of seconds, in case that the process is gone that would end this one
-    for kind, most in ((resource.RLIMIT_AS, most_bytes), (resource.RLIMIT_CPU, TEMPLATE_SECONDS)):
-        soft, hard = resource.getrlimit(kind)
-        unlimited = resource.RLIM_INFINITY
-        most = min(limit for limit in (most, soft, hard) if limit != unlimited)
-        resource.setrlimit(kind, (most, hard))
-    problem = None
-    for example in examples:
-        for is_prompt in (False, True):
-            try:
-                encoder.tokenizer.apply_chat_template(
-                    example.content, tools=example.tools, tokenize=False,
-                    add_generation_prompt=is_prompt,
-                    **template_options(encoder, example.tools))
-            except MemoryError:
-                problem = f"takes more than {TEMPLATE_BYTES >> 30} GiB"
-            except Exception:  # what a template refuses is counted elsewhere
-                continue
-    connection.send(problem)
 
 
 def check_routes(dataset, route_key, routes):

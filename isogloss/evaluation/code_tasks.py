@@ -28,7 +28,6 @@ import numpy as np
 from isogloss.data.chat_rows import is_text
 from isogloss.evaluation import code_runner, sandbox
 from isogloss.evaluation.code_runner import decode, encode
-from isogloss.flags.yaml_file import bounded_lines
 from isogloss.projection_tools.tokenizers import reason_of
 
 RELEASES = "https://github.com/evalplus/{name}_release/releases/download"
@@ -137,7 +136,7 @@ def _rows(task, path, limit):
             is_compressed = file.read(2) == b"\x1f\x8b"
         opener = gzip.open if is_compressed else open
         with opener(path, "rt", encoding="utf-8") as file:
-            for line in bounded_lines(file):
+            for line in file:
                 if line.strip():
                     rows.append(json.loads(line))
                 if limit and len(rows) == limit:

@@ -16,45 +16,31 @@ from dataclasses import dataclass, field
 import torch
 from tqdm import tqdm
 
+from isogloss.config import LOWEST_TEMPERATURE, Config
 from isogloss.evaluation import code_tasks, sandbox
 from isogloss.evaluation.code_tasks import CodeItem, CodeJudge, ks_of, pass_at
 from isogloss.evaluation.task_model import GaveUp, evaluation_mode, write_answers
-from isogloss.flags.parse import check_flags, flag
-
-# {option: its smallest and largest value}: beyond them float32 or random generators fail, or no
-# machine suffices
-BOUNDS = {
-    "shots": (-1, 1000), "limit": (0, 10**9), "batch_size": (1, 2**16),
-    "max_new_tokens": (0, 2**20), "samples": (1, 2**16), "temperature": (0, 1000),
-    "seed": (0, 2**32 - 2**16)}
-LOWEST_TEMPERATURE = 1e-3  # but for 0: below it logits / temperature leave float32
+from isogloss.flags.parse import check_flags, flag, shared
 
 
 @dataclass(kw_only=True)
 class TaskOptions:
     """State how tasks are run."""
 
-    data: str = flag("", "folder of the tasks' files; without it they come from the hub.")
-    shots: int = flag(
-        -1, "solved examples in the prompt, not of code; -1: as each task says, of gsm8k 5.")
-    limit: int = flag(0, "items of each task, of MMLU of each subject, the first ones; 0: all.")
-    batch_size: int = flag(16, "rows of a forward pass.")
+    data: str = shared(Config, "eval_task_data")
+    shots: int = shared(Config, "eval_task_shots")
+    limit: int = shared(Config, "eval_task_limit")
+    batch_size: int = shared(Config, "eval_task_batch")
     max_new_tokens: int = flag(
-        0, "of a written answer; 0: as many as its task is made for, of GSM8K 256, of code 768.")
-    samples: int = flag(1, "programs for each item of a task of code, for pass@k.")
-    temperature: float = flag(0.0, "of programs, 0 (the most likely tokens) or more.")
-    seed: int = flag(0, "of the draws at a temperature above 0.")
-    allow_unsafe_code: bool = flag(
-        False, "run what the model writes without a sandbox; it can then do all that you can.")
+        0, "of a written answer; 0: as many as its task is made for, of GSM8K 256, of code 768.",
+        low=0, high=2**20)
+    samples: int = shared(Config, "eval_task_samples")
+    temperature: float = shared(Config, "eval_task_temperature")
+    seed: int = flag(0, "of the draws at a temperature above 0.", low=0, high=2**32 - 2**16)
+    allow_unsafe_code: bool = shared(Config, "allow_unsafe_code")
 
     def __post_init__(self):
         check_flags(self)
-        for name, (least, most) in BOUNDS.items():
-            value = getattr(self, name)
-            if not value >= least:
-                raise ValueError(f"{name} is {value}; expected {least} or more")
-            if value > most:
-                raise ValueError(f"{name} is {value}; expected {most} or less")
         if 0 < self.temperature < LOWEST_TEMPERATURE:
             raise ValueError(f"temperature is {self.temperature}; expected 0, or "
                              f"{LOWEST_TEMPERATURE} or more")

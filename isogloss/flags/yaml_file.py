@@ -14,31 +14,20 @@ Tests: tests/test_flag_file.py.
 """
 
 import json
-import os
 import re
-import stat
+from collections import Counter
+from pathlib import Path
 
 import yaml
 
 # `export: null` asks for no export, and would name a directory "null".
 NULLS = ("", "null", "Null", "NULL", "~")
-MOST_BYTES = 2**18  # of a file that people write; PyYAML takes seconds for it
-MOST_RECORD = 2**26  # of one that a program writes
 
 
 class JsonLike(yaml.SafeLoader):
     """Read plain words as JSON does: 1e-4 is a number; yes, on and dates are text."""
 
     yaml_implicit_resolvers = {}  # noqa: RUF012
-
-    def compose_node(self, parent, index):
-        """Refuse aliases: a few lines of them stand for more than any memory holds."""
-        if self.check_event(yaml.events.AliasEvent):
-            event = self.peek_event()
-            raise yaml.composer.ComposerError(
-                problem=f"the alias *{event.anchor}; write out what it stands for",
-                problem_mark=event.start_mark)
-        return super().compose_node(parent, index)
 
     def construct_mapping(self, node, deep=False):
         """Refuse a key that is there twice, of which PyYAML would take the last."""
@@ -58,37 +47,6 @@ for _kind, _pattern, _first in (
 ):
     JsonLike.add_implicit_resolver(
         f"tag:yaml.org,2002:{_kind}", re.compile(f"^(?:{_pattern})$"), list(_first))
-
-
-def read_whole(path, most_bytes=MOST_BYTES):
-    """Return the text of a file that a flag names: a regular one of bounded size.
-
-    Raises:
-        OSError, UnicodeDecodeError: it cannot be read.
-        ValueError: it is a pipe, a device or too large; the message does not name the file.
-    """
-    # a pipe that nobody writes to would let a plain open wait
-    descriptor = os.open(os.path.expanduser(path), os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-    with open(descriptor, encoding="utf-8") as file:
-        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-            raise ValueError("is a pipe, a device or a directory; expected a regular file")
-        text = file.read(most_bytes + 1)
-    if len(text) > most_bytes:
-        raise ValueError(f"has more than {most_bytes} characters; expected a small file of "
-                         "settings")
-    return text
-
-
-def bounded_lines(file, most=MOST_RECORD):
-    """Iterate over the lines of an open file of text.
-
-    Raises:
-        ValueError: one is longer than any that is meant to be read.
-    """
-    while line := file.readline(most):
-        if len(line) == most:
-            raise ValueError(f"a line of {most} characters or more")
-        yield line
 
 
 def read_flag_file(path, check_key=lambda key: None):
@@ -132,7 +90,7 @@ def read_flag_file(path, check_key=lambda key: None):
 def _document(path):
     """Return the node of a YAML file, None of an empty one."""
     try:
-        return yaml.compose(read_whole(path), JsonLike)
+        return yaml.compose(Path(path).expanduser().read_text(encoding="utf-8"), JsonLike)
     except RecursionError:
         raise ValueError("is nested too deep; expected lines like steps: 2000") from None
     except OSError as error:
@@ -156,6 +114,15 @@ def _text_of(node):
     return json.dumps(JsonLike("").construct_document(node))
 
 
+def without_twins(pairs):
+    """Return a dict of (key, value) pairs; JSON would take the last of two in silence."""
+    values = dict(pairs)
+    if len(values) < len(pairs):
+        [(name, _)] = Counter(name for name, _ in pairs).most_common(1)
+        raise ValueError(f"has the key {name!r} twice; remove one")
+    return values
+
+
 def parse_json(flag, text, example=""):
     """Return what a text in JSON says that a user has written.
 
@@ -164,22 +131,12 @@ def parse_json(flag, text, example=""):
     Raises:
         ValueError: it is no JSON, is nested too deep, holds an endless number, or a key twice.
     """
-    def without_twins(pairs):  # JSON would take the last of two values in silence
-        values = {}
-        for key, value in pairs:
-            if key in values:
-                raise KeyError(key)
-            values[key] = value
-        return values
-
     try:
         return json.loads(text, object_pairs_hook=without_twins)
-    except KeyError as error:
-        raise ValueError(f"{flag}: {error.args[0]!r} is there twice; drop one") from None
     except RecursionError:
         reason = "nested too deep"
     except json.JSONDecodeError as error:
         reason = f"line {error.lineno}, column {error.colno}"
-    except ValueError as error:  # a number of thousands of digits
+    except ValueError as error:  # a number of thousands of digits, or a twin
         reason = error
     raise ValueError(f"{flag}: not valid JSON ({reason}){example}")

@@ -26,7 +26,6 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save
 
 from isogloss.errors import DataError
-from isogloss.flags.yaml_file import MOST_RECORD, read_whole
 from isogloss.job.files import scratch_of, size_and_checksum, sync, write_atomically
 from isogloss.projection_tools.tokenizers import reason_of
 from isogloss.teachers.text_scores import ScoredLogits, TextScores
@@ -213,7 +212,7 @@ class Manifest:
         """
         path = Path(folder) / MANIFEST
         try:
-            plain = json.loads(read_whole(path, MOST_RECORD))
+            plain = json.loads(path.read_text(encoding="utf-8"))
         except OSError:
             raise ValueError(f"--{flag} {folder}: no {MANIFEST} there; expected a folder that "
                              "python -m isogloss.cache has written") from None
