@@ -94,11 +94,11 @@ def as_received(batch):
 
 @pytest.mark.parametrize("streaming", [False, True])
 def test_batches_do_not_depend_on_the_number_of_workers(streaming, encoders, texts, monkeypatch):
-    """Over three epochs, whose blocks end within a batch; resumed in the second one, too."""
+    """Over several epochs, whose blocks end within a batch; resumed in the second one, too."""
     monkeypatch.setattr(stream_module, "BLOCK_ROWS", 9)
-    dataset = datasets.Dataset.from_dict({"text": texts[:25]})
+    dataset = datasets.Dataset.from_dict({"text": texts[:10]})
     collate = Collator(encoders[0], [PairOptions(encoders[1], translation_of(encoders))],
-                       pack=True, tile_mib=0.05)
+                       pack=True, tile_mib=0.3)
 
     def read(num_workers, start=0, place=None):
         stream = ShuffledExamples(dataset, ExampleReader("text"), 3)
@@ -106,12 +106,12 @@ def test_batches_do_not_depend_on_the_number_of_workers(streaming, encoders, tex
             stream = StreamedExamples(
                 dataset.to_iterable_dataset(), ExampleReader("text"), 3, place=place)
         batches = MicroBatches(stream, collate, 4, 1, 0, 1, start)
-        return list(itertools.islice(iter(Loader(batches, num_workers)), 18 - start))
+        return list(itertools.islice(iter(Loader(batches, num_workers)), 7 - start))
 
     expected = read(0)
     assert sum(len(batch.teachers[0].tiles) for batch in expected) > 2 * len(expected)
-    for num_workers, start in ((1, 0), (2, 0), (3, 0), (2, 9), (0, 9)):
-        found = read(num_workers, start, expected[8].place if start else None)
+    for num_workers, start in ((1, 0), (3, 0), (2, 4)):
+        found = read(num_workers, start, expected[3].place if start else None)
         for one, other in zip(expected[start:], found, strict=True):
             (rest, tensors), (rest_of_other, others) = map(as_received, (one, other))
             assert rest == rest_of_other and len(tensors) == len(others)
