@@ -13,7 +13,7 @@ Needs torch and losses.py.  Copy both into your own repository.  License: Apache
 Tests: tests/test_translation.py.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -333,39 +333,48 @@ def list_nodes(
     follows_BT = teacher_next_BT >= 0
     follows_BT[:, :1] = False
     chunks = find_chunks(student_chunk_BS, teacher_chunk_BT)
-    return nodes_of_chunks(
+    [nodes] = nodes_of_chunks(
         chunks, student_ids_BS.reshape(-1), student_next_BS.reshape(-1).clamp(min=0),
         teacher_next_BT.reshape(-1).clamp(min=0), tables, teacher_ended=ended_BT.reshape(-1),
-        teacher_follows=follows_BT.reshape(-1),
+        teacher_follows=follows_BT.reshape(-1), first_S=torch.tensor([0, student_next_BS.numel()]),
+        first_T=torch.tensor([0, teacher_next_BT.numel()]),
     )
+    return nodes
 
 
 def nodes_of_chunks(
     chunks: Chunks, student_ids: Tensor, student_next: Tensor, teacher_next: Tensor, tables: Tables,
-    *, teacher_ended: Tensor, teacher_follows: Tensor,
-) -> Nodes:
-    """List the nodes of some chunks, of which the rows may be a part of a batch.
+    *, teacher_ended: Tensor, teacher_follows: Tensor, first_S: Tensor, first_T: Tensor,
+) -> list[Nodes]:
+    """List the nodes of parts of a batch, whose rows stand one part after the other.
 
-    Needed are all rows of the chunks, and the teacher rows before and after each of them.
+    Many small parts take little longer than a large one.  Needed are all rows of the chunks, and
+    the teacher rows before and after each of them.
 
     Args:
         student_ids, student_next: (N,) int64, token that each student row reads and predicts.
         teacher_next: (M,) int64.
         teacher_ended: (M,) int64, see `tokens_that_ended`.
         teacher_follows: (M,) bool, the row belongs to the position after that of the row before, in
-            the same text, and predicts a token; of two renderings see `rows_that_go_on`.
+            the same text and part, and predicts a token; of two renderings see `rows_that_go_on`.
+        first_S, first_T: (parts + 1,) int64, the first row of each part and, last, N and M.
     """
     roots = _list_roots(chunks, student_ids, student_next, teacher_next, teacher_ended, tables)
     before = _list_before(roots, tables)
     ranges = _choice_ranges(roots, teacher_next, tables, teacher_follows)
     choices = _list_choices(roots, before, ranges, tables)
     insides = _list_insides(chunks, student_next, teacher_next, tables)
-    rests = _list_rests(chunks, teacher_next)
-    second_S = rests.row_S[rests.chunks_S.start_K[:-1]] + 1  # the first has the root
-    row_A = torch.cat([roots.row_S, insides.row_S, second_S])
-    order_A = row_A.argsort(stable=True)
-    reads = _list_reads(roots, choices, insides, rests, student_next)
-    return Nodes(roots, before, choices, insides, rests, reads, row_A[order_A], order_A)
+    lists = roots, before, choices, insides, _list_rests(chunks, teacher_next)
+    bounds = _bounds(lists, _num_joined(student_ids[roots.row_S], tables), first_S, first_T)
+    columns = [_split(listed, places, bounds) for listed, places in zip(lists, _PLACES)]
+    nodes = []
+    next_of_part = _split(student_next, "S", bounds)
+    for (roots, before, choices, insides, rests), next_S in zip(zip(*columns), next_of_part):
+        second_S = rests.row_S[rests.chunks_S.start_K[:-1]] + 1  # the first has the root
+        row_A, order_A = torch.cat([roots.row_S, insides.row_S, second_S]).sort(stable=True)
+        reads = _list_reads(roots, choices, insides, rests, next_S)
+        nodes.append(Nodes(roots, before, choices, insides, rests, reads, row_A, order_A))
+    return nodes
 
 
 def _list_roots(
@@ -385,8 +394,13 @@ def _list_roots(
         join_low=low,
         join_high=high,
         num_joins=int((high - low).sum()),
-        num_joined=int((tables.joined_V[before] * (read >= 0)).sum()),
+        num_joined=int(_num_joined(read, tables).sum()),
     )
+
+
+def _num_joined(read_N: Tensor, tables: Tables) -> Tensor:
+    """Return (N,) teacher tokens that cannot come behind each student token; -1: no token."""
+    return tables.joined_V[read_N.clamp(min=0)] * (read_N >= 0)
 
 
 def cells_of_roots(nodes: Nodes, tables: Tables) -> tuple[Tensor, Tensor]:
@@ -432,7 +446,9 @@ def _choice_ranges(
 ) -> _ChoiceRanges:
     token = roots.next_S
     path_NP = tables.pieces_V[token]
-    num_pieces = path_NP.shape[1]
+    # most tokens have few pieces, and the tables room for many
+    num_pieces = int((path_NP >= 0).any(0).sum())
+    path_NP = path_NP[:, :num_pieces]
     # the teacher's rows from the root on, as long as they follow one another
     offset = torch.arange(num_pieces + 1)
     row = roots.row_T[:, None] + offset
@@ -444,8 +460,9 @@ def _choice_ranges(
     came_NP = torch.where(exists, teacher_next[row], -2)[:, :-1]
     along = ((came_NP == path_NP) & (path_NP >= 0)).cumprod(1).bool()
     rank = tables.rank_V[token][:, None]
-    low = torch.cat([tables.low_V[token][:, 1:], rank], 1)
-    high = torch.cat([tables.high_V[token][:, 1:], rank + 1], 1)
+    further = slice(1, num_pieces + 1)
+    low = torch.cat([tables.low_V[:, further][token], rank], 1)[:, :num_pieces]
+    high = torch.cat([tables.high_V[:, further][token], rank + 1], 1)[:, :num_pieces]
     linked = tables.cell_V[token] < tables.num_cells
     # behind the last bit stands the sign's, which is set
     is_closed = (tables.closed_V[token][:, None] >> offset[:-1].clamp(max=62)) & 1 > 0
@@ -453,7 +470,7 @@ def _choice_ranges(
     # a longer token came: it heads no cell, and a token like the student's begins it
     heads_none = torch.zeros_like(tables.cell_W, dtype=torch.bool)
     heads_none[tables.longer_F] = True
-    begins = tables.pieces_V[tables.pieces_W[roots.next_T, 0], 0] == path_NP[:, 0]
+    begins = tables.pieces_V[tables.pieces_W[roots.next_T, 0], 0] == tables.pieces_V[token, 0]
     begins &= heads_none[roots.next_T]
     is_longer = several & (begins[:, None] & ~along[:, :1])
     is_along = several & along & exists[:, 1:]
@@ -585,6 +602,77 @@ def _list_reads(
         number_X=inside_G,
         token_X=insides.token_G,
     )
+
+
+# --- parts ----------------------------------------------------------------------------------------
+
+# Of each field of the lists, in its order: the list that its entries stand in and, after ">", the
+# one that they number; after "-", one from whose numbers something was taken away.  A count has the
+# list that it counts.  S, T: rows.  N: roots; J, X: their joins, and the tokens in these; B: tokens
+# before.  K: choices; L: their longer tokens; E, G: tokens, cells; H: steps; Y: going.  M: insides;
+# Q, D: their tokens, cells.  U, W: rows of rests; C: their chunks.
+_PLACES = (
+    ("N>S", "N>T", "N", "N", "N", "N", "N", "J", "X"),
+    ("N>T", "N", "N", "N", "B"),
+    ("K>N", "K", "K>T", "E>G", "E", ("G>K", "G"), "G", "K", "K", "K", "L", "K-E", "H>K", "H>T",
+     "H", "Y>G", "Y>N", "Y>B"),
+    ("M>S", "M", ("M>T", "M", "M", "M", "Q"), "Q>D", ("D>M", "D"), "D"),
+    ("U>S", "W>T", "W", "U>C", "W>C"),
+)
+
+
+def _bounds(
+    lists: tuple[Roots, Continuations, Choices, Insides, Rests], joined_N: Tensor, first_S: Tensor,
+    first_T: Tensor,
+) -> dict[str, Tensor]:
+    """Return by the names of the lists (parts + 1,) where each part begins in them, and the end."""
+
+    def starts(sizes: Tensor) -> Tensor:
+        return torch.cat([sizes.new_zeros(1), sizes.cumsum(0)])
+
+    roots, before, choices, insides, rests = lists
+    N = torch.searchsorted(roots.row_S, first_S)
+    M = torch.searchsorted(insides.row_S, first_S)
+    U = torch.searchsorted(rests.row_S, first_S)
+    K = choices.roots.start_K[N]
+    G = choices.cells.nodes.start_K[K]
+    return dict(
+        S=first_S, T=first_T, N=N, K=K, G=G, M=M, U=U,
+        J=starts(roots.join_high - roots.join_low)[N],
+        X=starts(joined_N)[N],
+        B=starts(before.high - before.low)[N],
+        L=starts(choices.longer_high - choices.longer_low)[K],
+        E=choices.tokens.start_K[G],
+        H=choices.steps.start_K[K],
+        Y=choices.going.start_K[G],
+        Q=starts(insides.tokens.high - insides.tokens.low)[M],
+        D=insides.cells.nodes.start_K[M],
+        W=torch.searchsorted(rests.row_T, first_T),
+        C=torch.searchsorted(rests.chunks_S.start_K, U),
+    )
+
+
+def _split(value: Any, places: Any, bounds: dict[str, Tensor]) -> list[Any]:
+    """Return what each part has of a list of nodes, or of a field, numbered within the part."""
+    if isinstance(value, Cells):
+        nodes, slots = [_split(*field, bounds) for field in zip(value[:2], places)]
+        widths = [int(slot_G.max()) + 1 if len(slot_G) else 1 for slot_G in slots]
+        return list(map(Cells, nodes, slots, widths))
+    if not isinstance(places, str):
+        fields = [_split(*field, bounds) for field in zip(value, places)]
+        return [type(value)(*part) for part in zip(*fields)]
+    sizes: list[int] = bounds[places[0]].diff().tolist()
+    if isinstance(value, int):
+        return sizes
+    if isinstance(value, Segments):
+        numbers = bounds[places[2]].diff().tolist()
+        return list(map(Segments.of, _split(value.of_E, places, bounds), numbers))
+    if len(places) > 1:
+        first_E = torch.repeat_interleave(bounds[places[2]][:-1], bounds[places[0]].diff())
+        # a number before the part's is none: 0 or -1
+        is_none = (value < first_E) & (places[1] == ">")
+        value = torch.where(is_none, value.clamp(max=0), value - first_E)
+    return list(torch.split(value, sizes))
 
 
 def tokens_that_ended(

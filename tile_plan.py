@@ -138,15 +138,17 @@ def plan_tiles(
         spans_of_tile.append(spans)
         all_spans.extend(spans)
     block_of = _group_into_blocks(teacher_mib, all_spans, limits.teacher_block)
+    in_block = torch.zeros(0, dtype=torch.long)
     tiles = []
     for tile_span, spans in zip(tile_spans, spans_of_tile):
         planned = []
         for span in spans:
             sub_tile = _make_sub_tile(student, teacher, span, tile_span, block_of[span.first])
             if teacher_context:
-                sub_tile = _with_context(
-                    sub_tile, teacher, span, block_of[span.first], teacher_labels_BT
-                )
+                if sub_tile.teacher_positions is not None:
+                    in_block = _neighbors(sub_tile.teacher_positions, teacher_labels_BT.shape[1])
+                positions = teacher.position_N[teacher.entries(span)]
+                sub_tile = _with_context(sub_tile, positions, in_block, teacher_labels_BT)
             planned.append(sub_tile)
         positions = student.position_N[student.entries(tile_span)]
         fetches = [sub_tile.teacher_positions for sub_tile in planned]
@@ -169,14 +171,14 @@ class _UnitPositions(NamedTuple):
     label_N: (N,) int64, the token that each position predicts.
     unit_N: (N,) int64, sorted; -1, which comes first: a teacher chunk without a student position.
     in_chunk_N: (N,) bool.
-    starts: the first entry of every unit and, last, N.
+    starts: (units + 1,) int64, the first entry of every unit and, last, N.
     """
 
     position_N: Tensor
     label_N: Tensor
     unit_N: Tensor
     in_chunk_N: Tensor
-    starts: list[int]
+    starts: Tensor
 
     @property
     def num_units(self) -> int:
@@ -184,7 +186,7 @@ class _UnitPositions(NamedTuple):
 
     def entries(self, span: _Span, origin: int = 0) -> slice:
         """Return where the entries of these units lie, counted from `origin`."""
-        return slice(self.starts[span.first] - origin, self.starts[span.end] - origin)
+        return slice(int(self.starts[span.first]) - origin, int(self.starts[span.end]) - origin)
 
     def local_chunk(self, span: _Span) -> Tensor:
         """Number the chunks of these units from 0; -1 outside of chunks."""
@@ -251,16 +253,14 @@ def _batch_keys(chunk_BX: Tensor, keys_per_sample: int) -> Tensor:
     return torch.where(chunk_BX >= 0, chunk_BX + first_key, -1).reshape(-1)
 
 
-def _starts(unit_N: Tensor, num_units: int) -> list[int]:
-    """Return the first entry of every unit and, last, N."""
-    starts: list[int] = torch.searchsorted(unit_N, torch.arange(num_units + 1)).tolist()
-    return starts
+def _starts(unit_N: Tensor, num_units: int) -> Tensor:
+    """Return (units + 1,) the first entry of every unit and, last, N."""
+    return torch.searchsorted(unit_N, torch.arange(num_units + 1))
 
 
 def _cumulative_mib(positions: _UnitPositions, row_bytes: int) -> Tensor:
     """Return (units + 1,) float64: MiB of the logits of all units before each one."""
-    starts = torch.tensor(positions.starts)
-    return starts.double() * row_bytes / MIB
+    return positions.starts.double() * row_bytes / MIB
 
 
 class _Limits(NamedTuple):
@@ -333,8 +333,8 @@ def _make_sub_tile(
     # The first sub-tile of a block lets the teacher's logits of the whole block be computed.
     begins_block = span.first == block.first
     return SubTile(
-        student_slice=student.entries(span, origin=student.starts[tile.first]),
-        teacher_slice=teacher.entries(span, origin=teacher.starts[block.first]),
+        student_slice=student.entries(span, origin=int(student.starts[tile.first])),
+        teacher_slice=teacher.entries(span, origin=int(teacher.starts[block.first])),
         student_labels=student.label_N[student.entries(span)],
         teacher_labels=teacher.label_N[teacher.entries(span)],
         student_chunk=student.local_chunk(span),
@@ -344,22 +344,23 @@ def _make_sub_tile(
 
 
 def _with_context(
-    sub_tile: SubTile, teacher: _UnitPositions, span: _Span, block: _Span, labels_BT: Tensor
+    sub_tile: SubTile, position_m: Tensor, in_block: Tensor, labels_BT: Tensor
 ) -> SubTile:
     """Add to a sub-tile the teacher positions around its chunks.
 
     Chunks are in the same order on both sides, so its positions are neighbors among the block's.
+
+    Args:
+        position_m: teacher positions of the sub-tile; in_block: those of its block, with context.
     """
-    own = teacher.position_N[teacher.entries(span)]
-    in_block = _neighbors(teacher.position_N[teacher.entries(block)], labels_BT.shape[1])
-    needed = _neighbors(own, labels_BT.shape[1])
     first, end = 0, 0
-    if len(needed):
+    if len(position_m):
+        needed = _neighbors(torch.stack(position_m.aminmax()), labels_BT.shape[1])
         first = int(torch.searchsorted(in_block, needed[0]))
         end = int(torch.searchsorted(in_block, needed[-1])) + 1
     positions = in_block[first:end]
     chunk = torch.full_like(positions, -1)
-    chunk[torch.searchsorted(positions, own)] = sub_tile.teacher_chunk
+    chunk[torch.searchsorted(positions, position_m)] = sub_tile.teacher_chunk
     return sub_tile._replace(
         teacher_slice=slice(first, end),
         teacher_labels=labels_BT.reshape(-1)[positions],

@@ -13,7 +13,8 @@ from isogloss import losses
 from isogloss.config import Config
 from isogloss.data.batch import Collator, PairOptions
 from isogloss.data.sample import TextEncoder
-from isogloss.nodes import list_nodes, rows_that_go_on, tokens_that_ended
+from isogloss.losses import find_chunks
+from isogloss.nodes import list_nodes, nodes_of_chunks, rows_that_go_on, tokens_that_ended
 from isogloss.objective import loss_table
 from isogloss.tile_plan import SubTile
 from isogloss.translation import cell_coverage, translated
@@ -222,6 +223,29 @@ class Rows:
 
     def nodes(self):
         return list_nodes(self.read, self.next_S, self.next_T, *self.chunks, self.tables)
+
+
+@pytest.mark.parametrize("order", [0, 1, 2])
+@pytest.mark.parametrize("pair", [*NESTED.values(), (CROSSING, COARSE), (FINE, CROSSING)])
+def test_parts_of_a_batch_have_the_nodes_that_they_have_alone(pair, order):
+    *ids, tables = Toy(*pair, order).ids
+    read, next_S, next_T, *chunks = ids
+    texts = [torch.arange(len(side))[:, None].expand_as(side) for side in chunks]
+    follows = next_T >= 0
+    follows[:, :1] = False
+    together = nodes_of_chunks(
+        find_chunks(*chunks), read.flatten(), next_S.flatten().clamp(min=0),
+        next_T.flatten().clamp(min=0), tables,
+        teacher_ended=tokens_that_ended(
+            next_S, next_T, *chunks, tables, student_text_BS=texts[0],
+            teacher_text_BT=texts[1]).flatten(),
+        teacher_follows=follows.flatten(),
+        first_S=torch.arange(len(read) + 1) * next_S.shape[1],
+        first_T=torch.arange(len(read) + 1) * next_T.shape[1])
+    assert len(together) == len(read) > 1
+    for b, part in enumerate(together):
+        alone = list_nodes(*[side[b : b + 1] for side in ids], tables)
+        torch.testing.assert_close(part, alone, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize(("text_S", "text_T", "chunk_S", "chunk_T", "is_known"), [

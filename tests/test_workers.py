@@ -10,16 +10,22 @@ import subprocess
 import sys
 import time
 
+import datasets
 import pytest
 import torch
 
 import ranks
 from conftest import ROOT
-from isogloss.data import workers
+from isogloss.data import stream as stream_module, workers
+from isogloss.data.batch import Collator, PairOptions
+from isogloss.data.order import ExampleReader, MicroBatches, ShuffledExamples
+from isogloss.data.stream import StreamedExamples
 from isogloss.data.workers import Loader
 from isogloss.errors import DataError
+from isogloss.job.columns import pack, take_apart
 from jobs import ds_config, losses_of, write_corpus
 from launched import wait_until
+from tokens import translation_of
 from wrong_input import outcomes
 
 
@@ -78,6 +84,38 @@ def test_batches_come_in_order_to_their_end(num_workers):
         for i, tensor in enumerate(batch):
             assert tensor.dtype == torch.int64 and bool((tensor == number + i).all())
             tensor += 1  # it can be written to
+
+
+def as_received(batch):
+    """Return (pickled, tensors) of a batch as a worker sends it, also of one that none has sent."""
+    packed, buffer = pack(batch)
+    return take_apart(packed.value(buffer))
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_batches_do_not_depend_on_the_number_of_workers(streaming, encoders, texts, monkeypatch):
+    """Over several epochs, whose blocks end within a batch; resumed in the second one, too."""
+    monkeypatch.setattr(stream_module, "BLOCK_ROWS", 9)
+    dataset = datasets.Dataset.from_dict({"text": texts[:10]})
+    collate = Collator(encoders[0], [PairOptions(encoders[1], translation_of(encoders))],
+                       pack=True, tile_mib=0.3)
+
+    def read(num_workers, start=0, place=None):
+        stream = ShuffledExamples(dataset, ExampleReader("text"), 3)
+        if streaming:
+            stream = StreamedExamples(
+                dataset.to_iterable_dataset(), ExampleReader("text"), 3, place=place)
+        batches = MicroBatches(stream, collate, 4, 1, 0, 1, start)
+        return list(itertools.islice(iter(Loader(batches, num_workers)), 7 - start))
+
+    expected = read(0)
+    assert sum(len(batch.teachers[0].tiles) for batch in expected) > 2 * len(expected)
+    for num_workers, start in ((1, 0), (3, 0), (2, 4)):
+        found = read(num_workers, start, expected[3].place if start else None)
+        for one, other in zip(expected[start:], found, strict=True):
+            (rest, tensors), (rest_of_other, others) = map(as_received, (one, other))
+            assert rest == rest_of_other and len(tensors) == len(others)
+            assert all(map(torch.equal, tensors, others))
 
 
 def test_a_worker_frees_nothing_that_it_inherited():

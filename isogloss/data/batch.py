@@ -8,6 +8,7 @@ pass.
 Shapes: B rows (samples, or packed rows), S student positions, T teacher positions.
 """
 
+import itertools
 import math
 import warnings
 from dataclasses import dataclass, replace
@@ -47,6 +48,8 @@ from isogloss.nodes import (
     tokens_that_ended,
 )
 from isogloss.tile_plan import CPU_SUB_TILES, Tile, plan_tiles
+
+SUB_TILES_AT_ONCE = 64  # whose nodes are listed in one call; more would take more memory
 
 # --- collate --------------------------------------------------------------------------------------
 
@@ -417,21 +420,15 @@ class Collator:
         tables = pair.spelling
         if on_policy and tables:  # the student's own text teaches it nothing: all is asked
             tables = tables._replace(closed_V=torch.full_like(tables.closed_V, -1))
+        # listed here, where data workers do it while the model trains
+        terms = iter(texts.nodes(tiles, tables) if texts else [])
         planned = []
-        teacher_positions = None  # those whose logits exist
         for tile in tiles:
-            # listed here, where data workers do it while the model trains
             sub_tiles = []
             for sub_tile in tile.sub_tiles:
-                sub_tile = sub_tile._replace(on_policy=on_policy)
-                if sub_tile.teacher_positions is not None:
-                    teacher_positions = sub_tile.teacher_positions
-                terms = find_chunks(sub_tile.student_chunk[None], sub_tile.teacher_chunk[None])
-                if texts:
-                    terms = texts.nodes(
-                        terms, sub_tile, tile.student_positions[sub_tile.student_slice],
-                        teacher_positions[sub_tile.teacher_slice], tables)
-                sub_tiles.append(sub_tile._replace(terms=terms))
+                of_sub_tile = next(terms) if texts else find_chunks(
+                    sub_tile.student_chunk[None], sub_tile.teacher_chunk[None])
+                sub_tiles.append(sub_tile._replace(terms=of_sub_tile, on_policy=on_policy))
             planned.append(tile._replace(sub_tiles=tuple(sub_tiles)))
         return planned
 
@@ -638,19 +635,53 @@ class TextsOf:
         texts = dict(student_text_BS=batch.sample_of_student, teacher_text_BT=batch.sample)
         self.ended = tokens_that_ended(
             next_ids, batch.labels, *read_chunks, tables, **texts).flatten()
-        self.goes_on = rows_that_go_on(*read_chunks, **texts).flatten()
-        self.goes_on |= ~is_rendered[batch.sample]
+        self.goes_on = ~is_rendered[batch.sample]
+        if is_rendered.any():
+            self.goes_on |= rows_that_go_on(*read_chunks, **texts).flatten()
 
-    def nodes(self, chunks, sub_tile, student_positions, teacher_positions, tables):
-        """Return the Nodes of the Chunks of a sub-tile, at these positions of both sides."""
-        text = self.teacher_text[teacher_positions]
+    def nodes(self, tiles, tables):
+        """Return the Nodes of every sub-tile of some tiles."""
+        parts = []
+        positions = None  # those whose logits exist
+        for tile in tiles:
+            for sub_tile in tile.sub_tiles:
+                if sub_tile.teacher_positions is not None:
+                    positions = sub_tile.teacher_positions
+                parts.append((sub_tile, tile.student_positions[sub_tile.student_slice],
+                              positions[sub_tile.teacher_slice]))
+        nodes = []
+        for first in range(0, len(parts), SUB_TILES_AT_ONCE):
+            nodes += self._nodes_of(*zip(*parts[first : first + SUB_TILES_AT_ONCE]), tables)
+        return nodes
+
+    def _nodes_of(self, sub_tiles, student_positions, teacher_positions, tables):
+        """Return the Nodes of sub-tiles at these positions of both sides, a tensor for each."""
+        first_S = starts_of(student_positions)
+        first_T = starts_of(teacher_positions)
+        columns = {}
+        for name in ("student_labels", "teacher_labels", "student_chunk", "teacher_chunk"):
+            columns[name] = torch.cat([getattr(sub_tile, name) for sub_tile in sub_tiles])
+        for name, first in (("student_chunk", first_S), ("teacher_chunk", first_T)):
+            # chunks are numbered within each sub-tile, which has fewer than student positions
+            shift = torch.repeat_interleave(first_S[:-1], first.diff())
+            columns[name] = torch.where(columns[name] >= 0, columns[name] + shift, -1)
+        positions = torch.cat(teacher_positions)
+        text = self.teacher_text[positions]
         follows = torch.zeros(len(text), dtype=torch.bool)
-        follows[1:] = (teacher_positions[1:] - teacher_positions[:-1] == 1) & (
-            text[1:] == text[:-1]) & self.goes_on[teacher_positions[1:]]
+        follows[1:] = (positions[1:] - positions[:-1] == 1) & (
+            text[1:] == text[:-1]) & self.goes_on[positions[1:]]
+        follows[first_T[first_T < len(text)]] = False
         return nodes_of_chunks(
-            chunks, self.student_ids[student_positions], sub_tile.student_labels.clamp(min=0),
-            sub_tile.teacher_labels.clamp(min=0), tables,
-            teacher_ended=self.ended[teacher_positions], teacher_follows=follows)
+            find_chunks(columns["student_chunk"][None], columns["teacher_chunk"][None]),
+            self.student_ids[torch.cat(student_positions)],
+            columns["student_labels"].clamp(min=0), columns["teacher_labels"].clamp(min=0), tables,
+            teacher_ended=self.ended[positions], teacher_follows=follows, first_S=first_S,
+            first_T=first_T)
+
+
+def starts_of(parts):
+    """Return (parts + 1,) where each of some tensors begins among all, and the end of the last."""
+    return torch.tensor([0, *itertools.accumulate(map(len, parts))])
 
 
 def localize_tiles(tiles: list[Tile], shard):

@@ -14,6 +14,7 @@ from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
+from transformers import PreTrainedTokenizerFast
 
 from isogloss.align import (
     Alignment,
@@ -111,10 +112,21 @@ class TextEncoder:
         prefix = [self.table.bos] if self._adds_bos else []
         suffix = [self.table.eos] if self.table.eos >= 0 else []
         encoded = []
-        for ids in self.coded(texts)["input_ids"]:
+        for ids in self._ids_of(texts):
             self.check_ids(ids)
             encoded.append(np.array(prefix + ids + suffix, np.int64))
         return encoded
+
+    def _ids_of(self, texts):
+        """Return the ids of each text, without special tokens."""
+        if type(self.tokenizer)._encode_plus is not PreTrainedTokenizerFast._encode_plus:
+            return self.coded(texts)["input_ids"]  # does more than its backend
+        check_size(texts)
+        self.coded("")  # sets the backend's options
+        # does not place the tokens in the text, and makes no masks: a third of the time
+        encodings = self.tokenizer.backend_tokenizer.encode_batch_fast(
+            texts, add_special_tokens=False)
+        return [encoding.ids for encoding in encodings]
 
     def check_ids(self, ids):
         check_ids(ids, len(self.table), self.tokenizer)
@@ -367,7 +379,8 @@ def cut_pair(student, pairing, student_limit, teacher_limit):
         read_student_chunk=read_chunks[0][1:student_cut],
         read_teacher_chunk=read_chunks[1][1:teacher_cut], alignment=alignment,
         skipped=pairing.skipped)
-    kept = np.unique(pair.student_chunk[pair.student_chunk >= 0])
+    kept = pair.student_chunk[pair.student_chunk >= 0]
+    kept = kept[np.diff(kept, prepend=-1) != 0]  # once each: the tokens of a chunk are neighbors
     pair.aligned_bytes = int(alignment.chunk_bytes[kept].sum())
     return student_cut, pair
 

@@ -78,7 +78,8 @@ class Pieces(Sequence):
     def __init__(self, tensors):
         present = [tensor for tensor in tensors if tensor is not None]
         self.values = torch.cat(present)
-        self.sizes = array("q", [-1 if tensor is None else len(tensor) for tensor in tensors])
+        # not len(tensor), which is slow
+        self.sizes = array("q", [-1 if tensor is None else tensor.size(0) for tensor in tensors])
         self.starts = array("q", accumulate([max(0, size) for size in self.sizes], initial=0))
 
     def __len__(self):
