@@ -3,6 +3,8 @@
 Tests: tests/test_evaluate.py, tests/test_checkpoint.py, tests/test_finite.py.
 """
 
+import sys
+
 import deepspeed
 import torch.distributed as dist
 
@@ -11,29 +13,28 @@ from isogloss.checkpoints.run_identity import checkpoint_folder, run_identity, r
 from isogloss.data.order import sample_bounds
 from isogloss.evaluation.evaluate import evaluate
 from isogloss.export import export_model, export_projection, projection_path
+from isogloss.flags.model_names import without_secrets
 from isogloss.inputs import num_readers, samples_per_step
 from isogloss.job.columns import to_device
 from isogloss.job.counts import global_sums
 from isogloss.job.launch import fail
 from isogloss.job.rendezvous import values_of_ranks
 from isogloss.job.step_report import named
-from isogloss.job.watch import FAILED, current_watch, print_line
+from isogloss.job.watch import FAILED, current_watch
 from isogloss.log import TIMED_STEPS, speed_metrics, time_collectives
 from isogloss.student.finite import has_finite_state
 from isogloss.writing.on_policy import evaluate_rollouts
 
 
 def announce(state, inputs, start):
-    """Say on rank 0 what the run is about to do."""
-    if dist.get_rank():
-        return
+    """Say what the run is about to do."""
     cfg = state.cfg
     engine = state.engine
     dtype = str(next(engine.module.parameters()).dtype).removeprefix("torch.")
     model = f"student {cfg.student} ({in_millions(state.student.num_parameters)} weights, {dtype})"
     for setup in state.teachers:
         model += f", teacher {setup.name} ({setup.cfg.loss}, weight {setup.cfg.kd_weight:g})"
-    print_line(model if state.teachers else f"{model}, no teacher")
+    tell(model if state.teachers else f"{model}, no teacher")
     readers = num_readers(cfg)
     micro_batch = engine.train_micro_batch_size_per_gpu()
     batch = samples_per_step(cfg, engine)
@@ -45,10 +46,16 @@ def announce(state, inputs, start):
         samples = len(sample_bounds(inputs.data.train_data, inputs.data.reader)) - 1
         length += f" = {cfg.steps * batch / samples:.3g} epochs of {samples:,}"
     ranks = counted(dist.get_world_size(), "rank")
-    print_line(f"{length}, ZeRO {engine.zero_optimization_stage()} on {ranks}; metrics in "
-               f"{cfg.output_dir}")
+    tell(f"{length}, ZeRO {engine.zero_optimization_stage()} on {ranks}; metrics in "
+         f"{cfg.output_dir}")
     if start:
-        print_line(f"goes on from {state.last_checkpoint} (step {start:,})")
+        tell(f"goes on from {state.last_checkpoint} (step {start:,})")
+
+
+def tell(text):
+    """Print a line on rank 0's terminal: of what goes well, so the program is not named."""
+    if dist.get_rank() == 0:
+        print(without_secrets(text), file=sys.stderr, flush=True)
 
 
 def counted(number, thing):
@@ -73,8 +80,7 @@ def write_results(state, inputs):
         end_if_failed(export_projection(state.engine, learned, projection_path(cfg)))
     if cfg.export:
         end_if_failed(export_model(state.engine, inputs.student, cfg))
-        if dist.get_rank() == 0:
-            print_line(f"exported to {cfg.export}")
+        tell(f"exported to {cfg.export}")
 
 
 def end_if_failed(error):
