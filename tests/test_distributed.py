@@ -16,7 +16,6 @@ import torch
 
 import ranks
 from isogloss import build
-from isogloss.checkpoints import checkpoint
 from isogloss.projection_tools.build import build_projection
 from isogloss.projection_tools.files import load_projection
 from isogloss.projection_tools.tokenizers import Pair
@@ -438,15 +437,3 @@ def check_dynamic_scales(steps):
             kd += line[f"kd_weight/{name}"] * line[f"kd/{name}"]
         assert math.isclose(line["loss"], 0.3 * line["ce"] + kd, rel_tol=1e-9)
         before = line
-
-
-def test_what_was_written_last_counts_after_going_back(tmp_path):
-    """A run that went back from step 600 to 200 resumes from 300; 600 is removed before 300."""
-    folders = []
-    for number, step in enumerate((500, 600, 300)):
-        folders.append(tmp_path / f"step_{step:07d}")
-        folders[-1].mkdir()
-        position = {"step": step, "run": {}, "layout": {}, "count": number + 1}
-        (folders[-1] / "position.json").write_text(json.dumps(position))
-    assert checkpoint.complete_checkpoints(tmp_path) == folders
-    assert checkpoint.find_checkpoint("auto", tmp_path, {}) == folders[-1]

@@ -2,7 +2,6 @@
 
 import json
 import math
-from collections import Counter
 from types import SimpleNamespace
 from typing import NamedTuple
 
@@ -155,7 +154,10 @@ def test_same_loss_and_gradient_in_mixed_layouts(models, texts, tmp_path):
 
 
 def sgd_steps(flags, samples, layouts):
-    """Return, for each layout, how far a step of SGD with learning rate 1 moves each parameter."""
+    """Return, for each layout, how far a step of SGD with learning rate 1 moves each weight.
+
+    On rank 0 alone.
+    """
     moves = []
     sgd = {"optimizer": {"type": "SGD", "params": {"lr": 1.0}}, "gradient_clipping": 0.0,
            "zero_allow_untested_optimizer": True}
@@ -163,68 +165,45 @@ def sgd_steps(flags, samples, layouts):
         state, inputs = start_layout(flags, layout, **sgd)
         collator = small_collator(state.cfg, inputs, state.device)
         texts = texts_of_rank(samples, layout)
-        before = whole_weights(state.engine)
+        before = state.engine.module.collect_weights()
         distill.train_step(state, [collator(examples) for examples in texts])
-        after = whole_weights(state.engine)
+        after = state.engine.module.collect_weights()
         moves.append({name: before[name] - after[name] for name in before})
         state.engine.destroy()
     return moves
 
 
-def whole_weights(engine):
-    from deepspeed.utils import safe_get_full_fp32_param
-
-    weights = {}
-    for name, parameter in engine.module.model.named_parameters():
-        # stage 0 has no partitioned optimizer to ask
-        if engine.zero_optimization():
-            parameter = safe_get_full_fp32_param(parameter)
-        weights[name] = parameter.detach().clone()
-    return weights
-
-
 def test_a_step_of_plain_sgd_is_the_gradient(models, texts, tmp_path):
-    """No factor of ranks, shards or stages is hidden by Adam or by clipping."""
+    """No factor of ranks, shards, micro-batches or stages is hidden by Adam or by clipping."""
     flags = flags_for(models, texts, tmp_path)
     samples = uneven_samples(texts)
     reference = references_of(flags, ["piece_kl"], samples)["piece_kl"]
-    for num_ranks, micro_batch_size, sequence_parallel in ((2, 2, 1), (4, 4, 2)):
-        grad_accum_steps = 8 * sequence_parallel // (micro_batch_size * num_ranks)
-        changes = {"sequence_parallel": sequence_parallel}
-        layouts = [Layout(stage, micro_batch_size, grad_accum_steps, changes)
-                   for stage in ALL_STAGES]
-        moves = ranks.run(num_ranks, sgd_steps, flags, samples, layouts)[0]
-        for layout, moved in zip(layouts, moves, strict=True):
-            check_gradients(f"{num_ranks} ranks, {layout}", moved, reference)
+    layouts = [Layout(stage, 2, 2, {"sequence_parallel": 2}) for stage in ALL_STAGES]
+    moves = ranks.run(4, sgd_steps, flags, samples, layouts)[0]
+    for layout, moved in zip(layouts, moves, strict=True):
+        check_gradients(f"4 ranks, {layout}", moved, reference)
 
 
 LEAN = {"activation_offload": True, "mlp_tiles": 3}
 
 
-def test_same_gradient_tied_or_not_tiled_or_not(models, untied, texts, tmp_path):
-    samples = uneven_samples(texts)
-    tiled = [Layout(2, 2, 2, LEAN), Layout(3, 2, 2)]
-    untiled = [Layout(1, 2, 2), Layout(3, 1, 4, LEAN)]
-    for student in (models[0], untied):
-        flags = flags_for(models, texts, tmp_path, student=str(student), kd_weight=1.0,
-                          ce_weight=1.0, activation_checkpointing=True)
-        expected = references_of(flags, ["gold"], samples)
-        cases = [Case("gold")]
-        check_steps(expected, 2, flags | {"tiled": True}, samples, tiled, cases)
-        check_steps(expected, 2, flags | {"tiled": False}, samples, untiled, cases, math.inf)
-
-
-def test_the_gradient_of_the_head_is_handed_over_once_a_step(models, untied, texts, tmp_path):
-    """Of a head of its own, as all other tests do of one that is the embedding too; or more often.
+def test_same_gradient_tied_or_not_tiled_or_not_handed_over_once_or_often(
+        models, untied, texts, tmp_path):
+    """The head's, once a step where it has weights of its own; all other tests do so where it is
+    the embedding too.
 
     The step before leaves nothing in the next.
     """
     samples = uneven_samples(texts)
+    tiled = [Layout(2, 2, 2, LEAN), *[Layout(stage, 1, 4) for stage in ALL_STAGES]]
+    untiled = [Layout(1, 2, 2), Layout(3, 1, 4, LEAN)]
+    cases = [Case("alm"), Case("gold")]
     for student, choice in ((models[0], "micro_batch"), (untied, "window")):
-        flags = flags_for(models, texts, tmp_path, student=str(student), head_gradient=choice)
+        flags = flags_for(models, texts, tmp_path, student=str(student), head_gradient=choice,
+                          kd_weight=1.0, ce_weight=1.0, activation_checkpointing=True)
         expected = references_of(flags, ["gold", "alm"], samples)
-        layouts = [Layout(stage, 1, 4) for stage in ALL_STAGES]
-        check_steps(expected, 2, flags, samples, layouts, [Case("alm"), Case("gold")])
+        check_steps(expected, 2, flags, samples, tiled, cases)
+        check_steps(expected, 2, flags | {"tiled": False}, samples, untiled, cases[1:], math.inf)
 
 
 @pytest.mark.parametrize("more, tolerance", [
@@ -416,33 +395,20 @@ def test_the_mean_of_teachers_with_one_tokenizer(models, untied, texts, tmp_path
         assert result.metrics["teacher_output_bytes"] == 4 * 32 + 4 * 350
 
 
-def student_use(flags, samples):
-    """Return how often the student encodes each text of a step, and runs in a micro-batch."""
+def student_passes(flags, samples):
+    """Return the micro-step of every pass of the student in a step of two."""
     layout = Layout(2, 4, 2)
     state, inputs = start_layout(flags, layout)
-    encode = inputs.student.encode
-    encoded = Counter()
-    forwards = Counter()
-
-    def counting_encode(texts):
-        encoded.update(texts)
-        return encode(texts)
-
-    inputs.student.encode = counting_encode
     collator = small_collator(state.cfg, inputs, state.device)
+    passes = []
     state.engine.module.model.base_model.register_forward_hook(
-        lambda *_: forwards.update([state.engine.micro_steps]))
-    micro_batches = [collator(texts) for texts in texts_of_rank(samples, layout)]
-    assert all(len(batch.teachers) == 3 for batch in micro_batches)
-    distill.train_step(state, micro_batches)
-    return encoded, forwards
+        lambda *_: passes.append(state.engine.micro_steps))
+    distill.train_step(state, [collator(texts) for texts in texts_of_rank(samples, layout)])
+    return passes
 
 
 def test_three_teachers_share_one_student(models, untied, texts, tmp_path):
-    """The student encodes each text once and runs once, however many teachers there are."""
+    """It runs once in a micro-batch; test_batch.py sees that it encodes each text once."""
     teachers = several_teachers(models, untied, sharded=False)[:3]
     flags = flags_for(models, texts, tmp_path, teacher="", teachers=json.dumps(teachers))
-    samples = uneven_samples(texts)
-    [(encoded, forwards)] = ranks.run(1, student_use, flags, samples)
-    assert encoded == Counter(text for text in samples if text is not None)
-    assert sorted(forwards.values()) == [1, 1]
+    assert ranks.run(1, student_passes, flags, uneven_samples(texts)) == [[0, 1]]
