@@ -1,6 +1,5 @@
 """columns.py: records are the same as columns, and a value when its tensors lie in one buffer."""
 
-import gc
 import math
 import pickle
 from dataclasses import dataclass, fields, is_dataclass
@@ -12,7 +11,7 @@ import torch
 
 from cases import Calls
 from isogloss.data.batch import Collator, PairOptions
-from isogloss.job.columns import Columns, moved_to_device, pack, to_device
+from isogloss.job.columns import Columns, moved_to_device, pack
 from tokens import translation_of
 
 
@@ -97,10 +96,6 @@ def test_records_are_the_same_as_columns(name):
     assert_same(records, packed.value(buffer))
 
 
-def test_no_record_is_no_column():
-    assert Columns.of([]) == []
-
-
 VALUES = {
     "tensors of all kinds": TENSORS,
     "nothing": None,
@@ -133,20 +128,6 @@ def test_a_batch_is_few_tensors(kind, pack_rows, encoders, texts):
     packed, buffer = pack(batch)
     assert len(packed.places) < 100
     assert_same(batch, packed.value(buffer))
-
-
-def num_plans():
-    return sum(type(thing) is Plan for thing in gc.get_objects())
-
-
-def test_no_record_exists_before_it_is_read():
-    """Thousands of them would make every pass of the garbage collector slower."""
-    columns = Columns.of([PLANS[0]] * 1000)
-    before = num_plans()
-    value = to_device(columns, "cpu")
-    assert len(value) == 1000 and len(value[10:20]) == 10 and num_plans() == before
-    assert value[999].ranges[1].low.tolist() == [0, 1] and value[999] is not value[999]
-    assert num_plans() == before
 
 
 def is_copy(function):

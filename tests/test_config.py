@@ -9,7 +9,7 @@ import torch
 
 from isogloss import losses
 from isogloss.config import Config, configs_by_teacher, routes_by_teacher, teacher_keys
-from isogloss.flags.parse import choices_of, groups_of, help_text
+from isogloss.flags.parse import choices_of, help_text
 from isogloss.objective.loss_table import LOSSES, LossSpec, loss_flags
 
 GOOD = dict(student="s", teacher="t", data="d")
@@ -20,32 +20,11 @@ def several(*entries, **flags):
     return Config(student="s", data="d", teachers=json.dumps(entries), **flags)
 
 
-def test_every_flag_is_in_one_group_of_help():
-    listed = []
-    for names in groups_of(Config).values():
-        listed += names
-    assert sorted(listed) == sorted(NAMES)
-
-
 def test_help_names_every_loss_and_every_choice():
     text = help_text(Config)
     for entry in fields(Config):
         for choice in choices_of(entry):
             assert choice in text, (entry.name, choice)
-
-
-@pytest.mark.parametrize("name, low", [
-    (entry.name, entry.metadata["low"]) for entry in fields(Config)
-    if entry.metadata["low"] is not None])
-def test_the_smallest_value_passes_and_less_does_not(name, low):
-    needed = {"dynamic_scale": False}
-    if name not in ("kd_weight", "ce_weight"):  # each may be 0 while the other is not
-        needed[name] = low
-    if name == "teacher_ema":
-        needed["teacher"] = "self"
-    Config(**GOOD | needed)
-    with pytest.raises(ValueError, match=f"--{name} {low - 1}.*: expected {low} or more"):
-        Config(**GOOD | {name: low - 1})
 
 
 def test_the_memory_of_the_loss_follows_the_device(monkeypatch):
@@ -150,12 +129,6 @@ def test_wrong_teachers_are_refused(case):
         Config(student="s", data="d", teachers=text)
 
 
-@pytest.mark.parametrize("text, message", [
-    ('{"a": {"b": 1, "b": 2}}', "--template_kwargs: 'b' is there twice"),
-    ("[" * 100_000, "expected a JSON object"),
-    ("9" * 5000, "expected a JSON object like"),
-    ("[1]", "expected a JSON object"),
-])
-def test_wrong_template_kwargs_are_refused(text, message):
-    with pytest.raises(ValueError, match=message):
-        Config(**GOOD, template_kwargs=text)
+def test_template_kwargs_that_are_no_object_are_refused():
+    with pytest.raises(ValueError, match="expected a JSON object"):
+        Config(**GOOD, template_kwargs="[1]")

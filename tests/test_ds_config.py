@@ -244,7 +244,8 @@ def test_keys_that_may_change_on_resume_are_known_and_decide_no_gradient():
     assert not decisive & set(RESUMABLE_KEYS)
 
 
-def test_the_module_imports_no_torch():
+def test_the_module_and_what_is_copied_to_align_import_no_torch():
     # Tools and data workers can read a ds_config without paying for that import.
-    script = "import sys, isogloss.student.ds_config; sys.exit('torch' in sys.modules)"
+    script = ("import sys, isogloss.align, isogloss.student.ds_config; "
+              "sys.exit(any(name in sys.modules for name in ('torch', 'transformers')))")
     assert subprocess.run([sys.executable, "-c", script], cwd=ROOT).returncode == 0
