@@ -18,6 +18,7 @@ from isogloss.align import (
     TokenTable,
     align,
     align_regions,
+    character_starts,
     common_cut,
     coverage,
     html_page,
@@ -470,3 +471,9 @@ def test_tokens_of_a_chunk_are_neighbors():
     assert alignment.dropped["unencodable"] == 2
     assert common_cut((alignment.student_chunk, alignment.teacher_chunk), (9, 9)) == [4, 2]
     check_turned(alignment, align([0, 1], [0, 2, 1, 3], t, s))
+
+
+def test_a_character_begins_where_its_bytes_do():
+    text = "a\x7f\x80é\u07ff\u0800€\uffff\U00010000😀z"
+    expected = [len(text[:place].encode()) for place in range(len(text) + 1)]
+    assert character_starts(text).tolist() == expected

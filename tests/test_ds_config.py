@@ -11,7 +11,6 @@ from conftest import ROOT
 from isogloss.student.ds_config import (
     BATCH_KEYS,
     DS_KEYS,
-    RESUMABLE_KEYS,
     BatchSizes,
     batch_sizes,
     read_ds_config,
@@ -236,12 +235,6 @@ def test_the_flag_turns_the_collectives_log_on_and_keeps_its_settings():
 
 
 # --- the lists of keys ----------------------------------------------------------------------------
-
-
-def test_keys_that_may_change_on_resume_are_known_and_decide_no_gradient():
-    assert set(RESUMABLE_KEYS) <= set(DS_KEYS)
-    decisive = {"optimizer", "scheduler", "bf16", "fp16", "gradient_clipping", *BATCH_KEYS}
-    assert not decisive & set(RESUMABLE_KEYS)
 
 
 def test_the_module_and_what_is_copied_to_align_import_no_torch():

@@ -1,12 +1,11 @@
 """--loss hybrid_uld: the hybrid of TRL's GOLD trainer as a loss of a run.
 
-tests/test_golden.py compares the function with TRL's own outputs.
+tests/test_losses.py compares the function with its definition, test_golden.py with TRL's own.
 """
 
 import pytest
 import torch
 
-import oracle
 from cases import close, gradient
 from isogloss import losses
 from isogloss.config import Config
@@ -41,10 +40,9 @@ def test_it_is_what_it_is_defined_to_be(encoders, matched_weight):
     projection = cached_projection(pair_of(encoders))
     common = losses.common_tokens(projection["indices"], projection["likelihoods"])
     ids = [side[None] for side in sub_tile[2:6]]
-    terms = oracle.hybrid_uld(
-        x[None], y[None], *ids, [ids_N.tolist() for ids_N in common], matched_weight, 1.5)
-    weights = [sub_tile.weight[STUDENT_CHUNK == chunk][0] for chunk in range(3)]
-    expected = sum(weight * term for weight, term in zip(weights, terms, strict=True))
+    expected, _ = losses.uld(
+        x[None], y[None], *ids, common=common, matched_weight=matched_weight, temperature=1.5,
+        weight_BS=sub_tile.weight[None])
     assert abs(value - expected) < 1e-9 * expected
     assert close(gradient(value, x), gradient(expected, x), 1e-9)
 

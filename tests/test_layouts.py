@@ -3,7 +3,6 @@
 import json
 import math
 from types import SimpleNamespace
-from typing import NamedTuple
 
 import pytest
 import torch
@@ -14,7 +13,7 @@ from isogloss import distill
 from isogloss.objective.loss_table import LOSSES
 from isogloss.student.engine import window_ends
 from isogloss.student.stages import NoWeights
-from jobs import ds_config, job_for, losses_of, run_distill, write_corpus
+from jobs import check_same_curve, ds_config, job_for, losses_of, run_distill, write_corpus
 from steps import (
     AS_FLAGS_SAY,
     SMALL_TILE_MIB,
@@ -38,6 +37,31 @@ from steps import (
 
 pytestmark = pytest.mark.slow
 
+
+@pytest.fixture
+def check(models, texts, tmp_path):
+    """Return a function that compares steps in some layouts with one process in plain torch.
+
+    Args:
+        layouts: {ranks: layouts}.
+        losses: to be computed; cases: what is compared, None: each loss as it is.
+        alternate: see `layout_results`; changes: of the flags.
+    Returns:
+        the StepResults.
+    """
+    def compare(layouts, losses, cases=None, alternate=False, **changes):
+        flags = flags_for(models, texts, tmp_path, **changes)
+        samples = uneven_samples(texts)
+        expected = references_of(flags, losses, samples)
+        cases = cases or [Case(loss) for loss in losses]
+        results = []
+        for num_ranks, of_ranks in layouts.items():
+            results += check_steps(expected, num_ranks, flags, samples, of_ranks, cases,
+                                   alternate=alternate)
+        return results
+
+    return compare
+
 # --- data parallelism, ZeRO, packing --------------------------------------------------------------
 
 LAYOUTS = {  # ranks: layouts
@@ -47,19 +71,14 @@ LAYOUTS = {  # ranks: layouts
 }
 
 
-def test_same_loss_and_gradient_in_every_layout(models, texts, tmp_path):
-    flags = flags_for(models, texts, tmp_path, temperature=2.0, seed=1)
-    samples = uneven_samples(texts)
+def test_same_loss_and_gradient_in_every_layout(check):
     # of the divergences one: they differ in what they make of the same nodes
     losses = ["cross_entropy", "piece_kl"]
     losses += [name for name, spec in LOSSES.items() if "loss_topk" not in spec.flags]
-    expected = references_of(flags, losses, samples)
-    for num_ranks, layouts in LAYOUTS.items():
-        cases = [Case("piece_kl"), Case("projection_kl")]
-        alternate = num_ranks == 2
-        if alternate:  # two ranks, with the most layouts, take all losses
-            cases = packed_and_not(losses)
-        check_steps(expected, num_ranks, flags, samples, layouts, cases, alternate=alternate)
+    flags = {"temperature": 2.0, "seed": 1}
+    # two ranks, with the most layouts, take all losses
+    check({2: LAYOUTS[2]}, losses, packed_and_not(losses), alternate=True, **flags)
+    check({1: LAYOUTS[1], 4: LAYOUTS[4]}, ["piece_kl", "projection_kl"], **flags)
 
 
 PACKED = {  # ranks: layouts; rows of 250 and 250 positions
@@ -68,15 +87,11 @@ PACKED = {  # ranks: layouts; rows of 250 and 250 positions
 }
 
 
-def test_weights_of_packed_samples_stay_with_their_sample(models, untied, texts, tmp_path):
+def test_weights_of_packed_samples_stay_with_their_sample(check, models, untied):
     """Of two teachers; fewer rows than samples, which do not see each other."""
     two = several_teachers(models, untied, sharded=False)[:2]
-    flags = flags_for(models, texts, tmp_path, teacher="", teachers=json.dumps(two),
-                      teacher_weights="ce", teacher_alpha=0.7)
-    samples = uneven_samples(texts)
-    expected = references_of(flags, [AS_FLAGS_SAY.loss], samples)
-    for num_ranks, layouts in PACKED.items():
-        check_steps(expected, num_ranks, flags | {"pack": True}, samples, layouts, [AS_FLAGS_SAY])
+    check(PACKED, [AS_FLAGS_SAY.loss], teacher="", teachers=json.dumps(two), teacher_weights="ce",
+          teacher_alpha=0.7, pack=True)
 
 
 CUT = [
@@ -124,30 +139,17 @@ MIXED = {
 SHARDED_LOSSES = "cross_entropy", "piece_kl", "projection_kl", "gold", "alm"
 
 
-def test_same_loss_and_gradient_with_sequences_in_shards(models, untied, texts, tmp_path):
+def test_same_loss_and_gradient_with_sequences_in_shards(check, untied):
     """Every ZeRO stage, two and four shards, packed and not."""
-    flags = flags_for(models, texts, tmp_path)
-    samples = uneven_samples(texts)
-    expected = references_of(flags, SHARDED_LOSSES, samples)
-    cases = packed_and_not(SHARDED_LOSSES)
-    for num_ranks, layouts in SEQUENCES.items():
-        check_steps(expected, num_ranks, flags, samples, layouts, cases, alternate=True)
-
-    flags |= {"teacher": str(untied)}  # the student's tokenizer
-    expected = references_of(flags, ["forward_kl"], samples)
-    cases = packed_and_not(["forward_kl"])
-    for num_ranks, layouts in (SEQUENCES | WHOLE_SEQUENCES).items():
-        check_steps(expected, num_ranks, flags, samples, layouts, cases)
+    check(SEQUENCES, SHARDED_LOSSES, packed_and_not(SHARDED_LOSSES), alternate=True)
+    # with a teacher of the student's tokenizer
+    check(SEQUENCES | WHOLE_SEQUENCES, ["forward_kl"], packed_and_not(["forward_kl"]),
+          teacher=str(untied))
 
 
-def test_same_loss_and_gradient_in_mixed_layouts(models, texts, tmp_path):
+def test_same_loss_and_gradient_in_mixed_layouts(check):
     """Data, sequence and tensor parallelism together; memory is saved in every way."""
-    flags = flags_for(models, texts, tmp_path)
-    samples = uneven_samples(texts)
-    cases = [Case("piece_kl"), Case("projection_kl")]
-    expected = references_of(flags, [case.loss for case in cases], samples)
-    for num_ranks, layouts in MIXED.items():
-        check_steps(expected, num_ranks, flags, samples, layouts, cases)
+    check(MIXED, ["piece_kl", "projection_kl"])
 
 
 # --- the student ----------------------------------------------------------------------------------
@@ -223,13 +225,9 @@ def test_a_window_with_an_optimizer_in_host_memory_and_in_bfloat16(
             jobs[output] = [*flags, f"--student={student}", f"--head_gradient={choice}",
                             f"--output_dir={output}"]
     assert ranks.run(2, run_distill, list(jobs.values())) == [[0] * 4] * 2
-    curves = []
-    for output in jobs:
-        lines = [line for line in losses_of(output) if "loss" in line]
-        curves.append([value for line in lines for value in (line["loss"], line["grad_norm"])])
-    assert len(curves[0]) == 6
+    curves = [losses_of(output) for output in jobs]
     for window, micro_batch in (curves[:2], curves[2:]):
-        assert window == pytest.approx(micro_batch, rel=tolerance)
+        check_same_curve(window, micro_batch, tolerance)
 
 
 @pytest.mark.parametrize("choice, memory_mib, stage, expected", [
@@ -271,16 +269,11 @@ class LargestTensor(TorchDispatchMode):
         return result
 
 
-class Sizes(NamedTuple):
-    """Numbers in the largest tensor of a step, and in all logits of the student and the teacher."""
-
-    largest: int
-    student_logits: int
-    teacher_logits: int
-
-
-def step_sizes(flags, samples, changes):
-    sizes = []
+def largest_tensors(flags, samples, changes):
+    """Return, for steps, their largest tensor as a share of all logits of the student or the
+    teacher, whichever are fewer.
+    """
+    shares = []
     for change in changes:
         state, inputs = job_for(flags | change)
         batch = small_collator(state.cfg, inputs, state.device)(samples)
@@ -289,8 +282,8 @@ def step_sizes(flags, samples, changes):
             distill.train_step(state, [batch])
         student_logits = batch.student.ids.numel() * state.vocab
         teacher_logits = teacher.ids.numel() * len(state.teachers[0].encoder.table)
-        sizes.append(Sizes(largest.numel, student_logits, teacher_logits))
-    return sizes
+        shares.append(largest.numel / min(student_logits, teacher_logits))
+    return shares
 
 
 def test_no_logits_of_all_positions_exist(models, texts, tmp_path):
@@ -300,13 +293,12 @@ def test_no_logits_of_all_positions_exist(models, texts, tmp_path):
     samples = uneven_samples(texts)
     changes = [{"loss": loss} for loss in ("piece_kl", "projection_kl", "gold", "uld")]
     changes.append({"tiled": False})
-    *tiled, untiled = ranks.run(1, step_sizes, flags, samples, changes)[0]
+    *tiled, untiled = ranks.run(1, largest_tensors, flags, samples, changes)[0]
     shards = [{"loss": loss, "sequence_parallel": 2} for loss in ("piece_kl", "gold")]
-    for sizes in ranks.run(2, step_sizes, flags, samples, shards):
-        tiled += sizes
-    for sizes in tiled:  # the largest one is a layer of the models
-        assert sizes.largest < 0.5 * min(sizes.student_logits, sizes.teacher_logits)
-    assert untiled.largest >= max(untiled.student_logits, untiled.teacher_logits)
+    for shares in ranks.run(2, largest_tensors, flags, samples, shards):
+        tiled += shares
+    assert max(tiled) < 0.5  # it is a layer of the models
+    assert untiled >= 1
 
 
 # --- teachers -------------------------------------------------------------------------------------
@@ -325,14 +317,10 @@ TEACHERS = [
 BYTES_PER_TOKEN = {"hidden": 32 * 4, "logits": 500 * 4, "topk": 501 * (4 + 4) + 24}
 
 
-def test_same_loss_and_gradient_wherever_the_teacher_is(models, texts, tmp_path):
-    flags = flags_for(models, texts, tmp_path, kd_weight=1.0, ce_weight=1.0)
-    samples = uneven_samples(texts)
-    cases = [Case("piece_kl"), Case("projection_kl")]
-    expected = references_of(flags, [case.loss for case in cases], samples)
+def test_same_loss_and_gradient_wherever_the_teacher_is(check):
     layouts = [Layout(2, 1, 2, changes) for changes in TEACHERS]
-    results = check_steps(expected, 4, flags, samples, layouts, cases)
-    assert len(results) == len(cases) * len(TEACHERS)
+    results = check({4: layouts}, ["piece_kl", "projection_kl"], kd_weight=1.0, ce_weight=1.0)
+    assert len(results) == 2 * len(TEACHERS)
     for result in results:
         output = result.layout.flags.get("teacher_output", "hidden")
         assert result.metrics["teacher_output_bytes"] == BYTES_PER_TOKEN[output], result.layout
