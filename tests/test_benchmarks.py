@@ -3,6 +3,7 @@
 import json
 import runpy
 import sys
+from itertools import product
 
 import pytest
 
@@ -27,11 +28,12 @@ def test_a_script_says_what_it_is_for(script, monkeypatch, capsys):
 
 
 def test_a_loss_is_measured(capsys):
+    from benchmarks.gpu import TABLE_LOSSES
     from benchmarks.loss import main
 
-    for path in ("tiled", "plain"):
-        main("piece_kl", tokens=8, V=200, W=300, H=8, teacher_H=8, path=path, times=1, here=True)
-        assert json.loads(capsys.readouterr().out)["loss"] == "piece_kl"
+    for name, path in product(TABLE_LOSSES, ("tiled", "plain")):
+        main(name, tokens=8, V=200, W=300, H=8, teacher_H=8, path=path, times=1, here=True)
+        assert json.loads(capsys.readouterr().out)["loss"] == name
 
 
 @pytest.fixture

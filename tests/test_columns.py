@@ -135,27 +135,20 @@ def is_copy(function):
     return function is torch.ops.aten._to_copy.default
 
 
-def test_one_copy_moves_a_buffer_with_all_views():
-    packed, buffer = pack(Anything(TENSORS, Columns.of(PLANS)))
-    with Calls(is_copy) as copies:
-        moved, storages = moved_to_device(packed.value(buffer), "meta")
-    assert copies.count == len(storages) == 1
-    for before, tensor in zip(TENSORS, moved.first):
-        assert tensor.device.type == "meta"
-        assert tensor.shape == before.shape and tensor.dtype == before.dtype
-    assert moved.second[0].ranges[1].low.device.type == "meta"
-
-
-def test_tensors_that_share_memory_move_once():
-    """In a batch of this process they are slices of the tensors of a whole tile."""
+def test_tensors_move_with_the_memory_that_they_share_by_one_copy():
+    """Those of another process lie in one buffer; of a batch of this one they are slices of the
+    tensors of a whole tile.
+    """
     whole = torch.arange(24).view(4, 6)
     views = [whole[:2], whole.T[1:3], whole.flatten()[5:5], whole[3]]
+    packed, buffer = pack(Anything(TENSORS, Columns.of(PLANS)))
     with Calls(is_copy) as copies:
-        moved, storages = moved_to_device([views, torch.zeros(3)], "meta")
-    assert copies.count == len(storages) == 2
-    used, known = ({tensor.untyped_storage()._cdata for tensor in tensors}
-                   for tensors in ((*moved[0], moved[1]), storages))
-    assert used == known
+        moved, storages = moved_to_device([views, torch.zeros(3), packed.value(buffer)], "meta")
+    assert copies.count == len(storages) == 3
+    for before, tensor in zip(TENSORS, moved[2].first):
+        assert tensor.device.type == "meta"
+        assert tensor.shape == before.shape and tensor.dtype == before.dtype
+    assert moved[2].second[0].ranges[1].low.device.type == "meta"
     for view, of_device in zip(views, moved[0]):
         assert of_device.shape == view.shape and of_device.stride() == view.stride()
         assert of_device.storage_offset() == view.storage_offset()

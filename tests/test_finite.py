@@ -5,6 +5,7 @@ import json
 import math
 import os
 import signal
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -46,12 +47,12 @@ def are_equal(first, second):
     return all(map(torch.equal, first, second)) and len(first) == len(second)
 
 
-def spoil_teacher(state):
-    """Let the teacher say NaN for one token, which no sample has."""
-    row = state.teachers[0].source.head.weight_VH.detach()[40]
-    before = row.clone()
-    row.fill_(math.nan)
-    return lambda: row.copy_(before)
+def spoil_teacher(state, tokens=slice(None)):
+    """Let the teacher say NaN for all tokens, or for one, which no sample has."""
+    weight = state.teachers[0].source.head.weight_VH.detach()[tokens]
+    before = weight.clone()
+    weight.fill_(math.nan)
+    return lambda: weight.copy_(before)
 
 
 def spoil_loss(state):
@@ -75,15 +76,17 @@ def spoil_gradient(state):
     return embeddings.register_forward_hook(overflow).remove
 
 
-SPOILERS = {"teacher": spoil_teacher, "loss": spoil_loss, "gradient": spoil_gradient}
+ON_EVERY_RANK = "one token"
+SPOILERS = {"teacher": spoil_teacher, "loss": spoil_loss, "gradient": spoil_gradient,
+            ON_EVERY_RANK: partial(spoil_teacher, tokens=40)}
 CAUSES = {"teacher": "the distillation loss of teacher", "loss": "the cross-entropy and the dist",
-          "gradient": "the gradient (every"}
+          "gradient": "the gradient (every", ON_EVERY_RANK: "the distillation loss of teacher"}
 
 
 def skip_a_step(flags, texts, configs):
     """Return for each kind and spoiler what a step did that is not finite on rank 1 alone.
 
-    The first kind has a loss that keeps some columns of the teacher's.
+    But for the last spoiler; its kind has a loss that keeps some columns of the teacher's.
     """
     reports = {}
     for number, (kind, path) in enumerate(configs.items()):
@@ -100,7 +103,8 @@ def skip_a_step_of(flags, texts, spoiler):
     batches = [collator(texts[first : first + 2]) for first in range(dist.get_rank(), 12, 2)]
     distill.train_step(state, batches[:2])
     before = state_of(state.engine)
-    repair = SPOILERS[spoiler](state) if dist.get_rank() == 1 else lambda: None
+    is_spoiled = dist.get_rank() == 1 or spoiler == ON_EVERY_RANK
+    repair = SPOILERS[spoiler](state) if is_spoiled else lambda: None
     metrics = distill.train_step(state, batches[2:4]).metrics()
     repair()
     report = {"skipped": are_equal(before, state_of(state.engine)),
@@ -124,7 +128,7 @@ def test_a_step_that_is_not_finite_on_one_rank_changes_nothing_on_any(models, te
                                   **more)
     flags = flags_for(models, texts, tmp_path, max_length=60, dynamic_scale=True)
     for reports in ranks.run(2, skip_a_step, flags, texts, configs):
-        assert len(reports) == len(KINDS) + 2
+        assert len(reports) == len(KINDS) + 3
         for (kind, spoiler), report in reports.items():
             case = kind, spoiler, report
             assert report["skipped"] and report["moved"] and report["same"], case

@@ -104,7 +104,6 @@ WRONG = {
     "steps: " + "9" * 5000: "--steps=9",
     # a key is looked at before any value
     "steps: !!python/object:os.system {}\nmax_lenght: 9": "unknown flag --max_lenght",
-    "export:\nmax_lenght: 9": "unknown flag --max_lenght",
     "steps: 1\n" + "#" * MOST_BYTES: f"has more than {MOST_BYTES} characters; expected a small",
 }
 

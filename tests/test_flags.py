@@ -281,16 +281,6 @@ def test_help_anywhere_ends_with_code_0(argv, capsys):
     assert ended.value.code == 0 and "flags:" in out and "--old_text for --text" in out
 
 
-@pytest.mark.parametrize("tool", TOOLS, ids=lambda tool: tool.__name__.split(".")[1])
-def test_the_help_of_a_tool_ends_with_code_0(tool, capsys):
-    with pytest.raises(SystemExit) as ended:
-        tool.cli(["--help"])
-    out = normalized(capsys.readouterr().out)
-    assert ended.value.code == 0 and "--student TEXT (required)" in out
-    for old, new in flags.OLD_NAMES.items():
-        assert f"--{old} for --{new}" in out
-
-
 def test_the_answers_to_words_of_other_trainers_exist():
     ours = set(Config.__dataclass_fields__)
     assert not ours & set(Config.FOREIGN)

@@ -146,25 +146,6 @@ def test_topk_tail_of_slime():
         assert close(gradient(value.sum(), x), case["grad"], 1e-5), (k, tail)
 
 
-def test_on_policy_topk_tail_of_slime():
-    """Its samples are fresh, so every ratio is 1."""
-    data = golden("peers.pt")["opd_topk_tail"]
-    logits = data["teacher_logits"]
-    teacher = teacher_mixing.average_teachers(logits, torch.full((len(logits),), 1 / len(logits)))
-    weight = torch.zeros(1, sum(map(len, data["tokens"])))
-    start = 0
-    for total, response in zip(data["total_lengths"], data["response_lengths"]):
-        end = start + total
-        # position t predicts token t + 1; a mean per response
-        weight[0, end - response - 1 : end - 1] = 1 / response
-        start = end
-    for k, case in data["cases"].items():
-        x = leaf(data)
-        value, _ = losses.reverse_kl(
-            x, teacher, weight > 0, top_k=k, support="student", weight_BS=weight)
-        check(value, x, case["loss"], case["grad"], k)
-
-
 def test_uld_and_hybrid_of_trl():
     data = golden("peers.pt")["uld_and_hybrid"]
     common = common_of(data)
