@@ -51,28 +51,6 @@ def same(first, second, names):
 # --- padding --------------------------------------------------------------------------------------
 
 
-def test_padding_says_nothing(encoders, texts):
-    """A text is the same alone and beside a longer one; what is filled in is never learned."""
-    short, long = sorted(texts[:6], key=len)[:: 5]
-    alone = collator(encoders)([short])
-    beside = collator(encoders)([short, long])
-    for of_alone, of_beside, encoder in (
-            (alone.student, beside.student, encoders[0]),
-            (alone.teachers[0], beside.teachers[0], encoders[1])):
-        size = of_alone.ids.shape[1]
-        table = encoder.table
-        padding = table.eos if table.pad < 0 else table.pad
-        for name, filling in (("ids", padding), ("labels", -100), ("num_bytes", -1)):
-            row = getattr(of_beside, name)[0]
-            assert torch.equal(row[:size], getattr(of_alone, name)[0])
-            assert len(row) > size and (row[size:] == filling).all()
-        assert of_beside.positions is None
-    for name in ("student_chunk", "teacher_chunk"):
-        first = getattr(alone.teachers[0], name)[0]
-        second = getattr(beside.teachers[0], name)[0]
-        assert torch.equal(second[: len(first)], first) and (second[len(first) :] == -1).all()
-
-
 @pytest.mark.parametrize("pack", [False, True])
 def test_rows_are_as_wide_as_a_device_likes_them(encoders, texts, pack):
     """Beyond what a model may read they are not; shards are equally wide all the same."""
@@ -80,6 +58,8 @@ def test_rows_are_as_wide_as_a_device_likes_them(encoders, texts, pack):
     for most, size in ((10_000, 1), (10_000, 3), (max(lengths) + 5, 1)):
         limited = [replace(encoder, max_length=most) for encoder in encoders]
         [whole] = shards_of(limited, texts[:5], 1, pack=pack)
+        for side in (whole.student, *whole.teachers):  # padding is no text
+            assert (side.num_bytes[side.labels < 0] == -1).all()
         shards = shards_of(limited, texts[:5], size, pack=pack, width_step=1009)
         assert sum((shard.counts for shard in shards[1:]), shards[0].counts) == whole.counts
         ids = torch.cat([shard.student.ids for shard in shards], 1)

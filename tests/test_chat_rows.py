@@ -31,20 +31,18 @@ def with_call(**call):
 
 
 CALL_OF_ONE = {"name": "look_up", "arguments": {"at": 1}}
+CALLING = dict(ANSWER, content="", tool_calls=[CALL])
 
 
 # {what is odd about it: (a message as it is written, as templates read it)}
 MESSAGES = {
     "parts": (dict(USER, content=[text_part("a "), "b", {"text": " c"}]),
               dict(USER, content="a b c")),
-    "no parts": (dict(ANSWER, content=[], tool_calls=[CALL]),
-                 dict(ANSWER, content="", tool_calls=[CALL])),
+    "no parts": (dict(ANSWER, content=[], tool_calls=[CALL]), CALLING),
     "parts of an API": (dict(ANSWER, content=[{"type": "output_text", "text": "a"}]),
                         dict(ANSWER, content="a")),
-    "a null content": (dict(ANSWER, content=None, tool_calls=[CALL]),
-                       dict(ANSWER, content="", tool_calls=[CALL])),
-    "no content": ({"role": "assistant", "tool_calls": [CALL]},
-                   dict(ANSWER, content="", tool_calls=[CALL])),
+    "a null content": (dict(ANSWER, content=None, tool_calls=[CALL]), CALLING),
+    "no content": ({"role": "assistant", "tool_calls": [CALL]}, CALLING),
     "keys that are null": (dict(USER, tool_calls=None, name=None), USER),
     "a key of its own": (dict(USER, name="Ann"), dict(USER, name="Ann")),
     "arguments as text": (with_call(function={"name": "look_up", "arguments": '{"at": 1}'}),

@@ -316,21 +316,6 @@ def test_a_signal_on_one_rank_saves_and_ends_all(base_run, teacher_ranks, number
 
 
 @pytest.mark.slow
-def test_ce_alone_loads_no_teacher_and_kd_alone_computes_no_ce(base_run):
-    folder = base_run.folder
-    run_all(2, base_run.without("--teacher").line("zero2", "ce", "--steps=2", "--kd_weight=0"),
-            base_run.line("zero2", "kd", "--steps=2", "--ce_weight=0", "--loss=projection_kl",
-                          "--wandb_project=isogloss-test"))
-    ce = losses_of(folder / "ce")
-    kd = losses_of(folder / "kd")
-    assert "kd" not in ce[0] and ce[0]["loss"] == ce[0]["ce"]
-    assert "ce" not in kd[0] and kd[0]["loss"] == kd[0]["kd"]
-    assert kd[-1]["eval/teacher_bits_per_byte"] > 0
-    assert "eval/teacher_bits_per_byte" not in ce[-1]
-    assert list((folder / "kd" / "wandb").glob("offline-run-*"))  # logs without a network
-
-
-@pytest.mark.slow
 def test_a_learned_projection_is_trained_saved_and_resumed(base_run, models):
     """It is the same in every ZeRO stage, tiled or not; the file is a projection that loads."""
     folder = base_run.folder

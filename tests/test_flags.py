@@ -266,13 +266,6 @@ def test_the_help_shows_type_and_default_of_every_flag():
         assert f"  {line}" in text.splitlines()
 
 
-def test_the_width_is_that_of_the_terminal(monkeypatch):
-    # get_terminal_size() reads COLUMNS before it asks the terminal.
-    for columns, expected in ((20, 60), (100, 100), (300, 120)):
-        monkeypatch.setenv("COLUMNS", str(columns))
-        assert help_text(Small) == help_text(Small, width=expected)
-
-
 @pytest.mark.parametrize("argv", [["-h"], ["--help"], ["--count=many", "--help"], ["--x", "-h"]])
 def test_help_anywhere_ends_with_code_0(argv, capsys):
     with pytest.raises(SystemExit) as ended:
