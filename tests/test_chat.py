@@ -10,7 +10,6 @@ import torch
 from isogloss.align import TokenTable
 from isogloss.data.batch import Collator, PairOptions
 from isogloss.data.chat import common_regions, encode_chat, pair_chats, render
-from isogloss.data.chat_rows import as_messages
 from isogloss.data.order import ExampleReader, check_learned
 from isogloss.data.sample import TextEncoder
 from isogloss.data.turns import SkippedChat
@@ -263,14 +262,6 @@ def test_samples_without_labels_are_counted(encoders):
     counts = Collator(student, [])([[CHAT[0]], CHAT[:2], [CHAT[0] | {"content": "a" * 99}, CHAT[1]]]
                                    ).counts
     assert (counts.rows, counts.samples, counts.cut_samples) == (3, 2, 1)
-
-
-def test_other_names_of_the_assistant_are_read(encoders):
-    chat = [{"role": "Human", "content": "a"}, {"role": "model", "content": "b"}]
-    with pytest.warns(UserWarning, match="the role 'model' are read as of 'assistant'"):
-        messages = as_messages(chat)
-    assert [message["role"] for message in messages] == ["user", "assistant"]
-    assert collator(encoders)([messages]).counts.tokens > 0
 
 
 # --- what a loss makes of two templates -----------------------------------------------------------

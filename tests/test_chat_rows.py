@@ -50,6 +50,8 @@ MESSAGES = {
     "a bare call": (with_call(name="look_up", arguments='{"at": 1}'),
                     with_call(type="function", function=CALL_OF_ONE)),
     "arguments that are no JSON": (with_call(function={"name": "look_up", "arguments": "x"}),) * 2,
+    "another name of a role": ({"role": "model", "content": "a"},
+                               {"role": "assistant", "content": "a"}),
     "from a human": ({"from": "human", "value": "a"}, {"role": "user", "content": "a"}),
     "from gpt": ({"from": "gpt", "value": "a", "weight": 1},
                  {"role": "assistant", "content": "a", "weight": 1}),

@@ -130,11 +130,6 @@ def test_a_batch_is_few_tensors(kind, pack_rows, encoders, texts):
     assert_same(batch, packed.value(buffer))
 
 
-def is_copy(function):
-    """Tell whether an operator copies to another device."""
-    return function is torch.ops.aten._to_copy.default
-
-
 def test_tensors_move_with_the_memory_that_they_share_by_one_copy():
     """Those of another process lie in one buffer; of a batch of this one they are slices of the
     tensors of a whole tile.
@@ -142,7 +137,7 @@ def test_tensors_move_with_the_memory_that_they_share_by_one_copy():
     whole = torch.arange(24).view(4, 6)
     views = [whole[:2], whole.T[1:3], whole.flatten()[5:5], whole[3]]
     packed, buffer = pack(Anything(TENSORS, Columns.of(PLANS)))
-    with Calls(is_copy) as copies:
+    with Calls(lambda function: function is torch.ops.aten._to_copy.default) as copies:
         moved, storages = moved_to_device([views, torch.zeros(3), packed.value(buffer)], "meta")
     assert copies.count == len(storages) == 3
     for before, tensor in zip(TENSORS, moved[2].first):

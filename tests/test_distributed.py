@@ -184,15 +184,15 @@ TWO_TEACHERS = ('--teachers=[{"model":"TEACHER","tp":2,"name":"a"},'
                 '{"model":"OTHER","loss":"alm","name":"b"}]')
 # what is learned, how many ranks hold the teachers alone, and how
 REMOTE = [
-    (["--loss=piece_kl"], 2, ["--teacher_tp=2"]),
-    (["--loss=piece_kl"], 2, ["--teacher_engine=transformers", "--teacher_tp=2"]),
-    (["--loss=projection_kl", "--teacher_output=logits", "--projection_topk=100"],
+    ("--loss=piece_kl", 2, ["--teacher_tp=2"]),
+    ("--loss=piece_kl", 2, ["--teacher_engine=transformers", "--teacher_tp=2"]),
+    ("--loss=projection_kl --teacher_output=logits --projection_topk=100",
      2, ["--teacher_tp=2"]),
-    (["--loss=projection_kl", "--teacher_output=topk", "--teacher_output_topk=600"],
+    ("--loss=projection_kl --teacher_output=topk --teacher_output_topk=600",
      3, ["--teacher_engine=zero3"]),
-    (["--loss=gold", "--tiled=false"], 1, []),
-    ([TWO_TEACHERS], 2, []),
-    (["--loss=piece_kl", "--sequence_parallel=2"], 2, []),
+    ("--loss=gold --tiled=false", 1, []),
+    (TWO_TEACHERS, 2, []),
+    ("--loss=piece_kl --sequence_parallel=2", 2, []),
 ]
 
 
@@ -201,32 +201,22 @@ def test_teachers_on_ranks_of_their_own(base_run, models, untied):
     """Losses, gradient norms and evaluations do not depend on where the teacher is."""
     folder = base_run.folder
 
-    def line_of(name, *flags):
-        has_several = any(flag.startswith("--teachers") for flag in flags)
-        base = base_run.without("--teacher") if has_several else base_run
-        return base.line("zero2", name, "--steps=3", "--eval_every=2", *flags)
-
-    beside = {}  # {flags: name} of runs whose teachers are on the student's ranks
-    remote = []
-    commands = []
-    for number, (flags, teacher_ranks, teacher_flags) in enumerate(REMOTE):
-        words = " ".join(flags)
+    def line_of(name, words, *more):
         flags = [flag.replace("TEACHER", str(models[1])).replace("OTHER", str(untied))
-                 for flag in flags]
-        if words not in beside:
-            beside[words] = f"beside {number}"
-            commands.append(line_of(beside[words], *flags))
-        line = line_of(f"remote {number}", *flags, f"--teacher_ranks={teacher_ranks}",
-                       *teacher_flags)
-        remote.append((2 + teacher_ranks, line))
-    run_all(2, *commands)
-    for num_ranks, line in remote:
-        run_all(num_ranks, line)  # processes join one world
-    for number, (flags, *_) in enumerate(REMOTE):
-        expected = losses_of(folder / beside[" ".join(flags)])
+                 for flag in words.split()]
+        base = base_run.without("--teacher") if words == TWO_TEACHERS else base_run
+        return base.line("zero2", name, "--steps=3", "--eval_every=2", *flags, *more)
+
+    # runs whose teachers are on the student's ranks
+    beside = {words: f"beside {number}" for number, (words, *_) in enumerate(REMOTE)}
+    run_all(2, *[line_of(name, words) for words, name in beside.items()])
+    for number, (words, teacher_ranks, teacher_flags) in enumerate(REMOTE):
+        name = f"remote {number}"
+        run_all(2 + teacher_ranks,  # processes join one world
+                line_of(name, words, f"--teacher_ranks={teacher_ranks}", *teacher_flags))
+        expected = losses_of(folder / beside[words])
         assert [metrics["step"] for metrics in expected] == [1, 2, 2, 3, 3]
-        check_same_curve(expected, losses_of(folder / f"remote {number}"), 1e-5, 1e-7,
-                         REMOTE[number])
+        check_same_curve(expected, losses_of(folder / name), 1e-5, 1e-7, REMOTE[number])
 
 
 # --- runs that stop and resume --------------------------------------------------------------------
@@ -360,7 +350,7 @@ def test_the_dynamic_scale_is_that_of_the_step_before(base_run, models, untied):
                         f"--teachers={json.dumps(teachers)}", "--kd_weight=0.6", "--ce_weight=0.3",
                         "--steps=5", "--dynamic_scale", "--save_every=3")
         run_all(num_ranks, run)
-        curves.append(training_steps(output))
+        curves.append([line for line in losses_of(output) if "loss" in line])
     whole = losses_of(output)
     run_all(1, [*run, f"--resume={output / 'checkpoints' / 'step_0000003'}"])
     assert losses_of(output) == whole
@@ -368,10 +358,6 @@ def test_the_dynamic_scale_is_that_of_the_step_before(base_run, models, untied):
         whole[-1].keys())
     check_dynamic_scales(curves[1])
     check_same_curve(*curves, 1e-4)
-
-
-def training_steps(output):
-    return [line for line in losses_of(output) if "loss" in line]
 
 
 def check_dynamic_scales(steps):

@@ -122,8 +122,6 @@ def test_a_batch_with_nothing_to_judge_adds_nothing(models, texts, tmp_path):
 
 # --- top-k teacher outputs ------------------------------------------------------------------------
 
-TEACHER_METRICS = "teacher_bits_per_byte", "teacher_accuracy", "teacher_entropy"
-
 
 def recorded_runs(argv_list):
     """Return (exit codes, confidences (M, B) of every micro-batch) of command lines on a rank."""
@@ -145,7 +143,7 @@ def check_same_text_metrics(whole, top_k):
     """What the teachers say of the text is equal; what is learned from them is not."""
     suffixes = ["/" + key.split("/")[1] for key in whole if key.startswith("kd/")] or [""]
     for suffix in suffixes:
-        for name in TEACHER_METRICS:
+        for name in ("teacher_bits_per_byte", "teacher_accuracy", "teacher_entropy"):
             key = name + suffix
             assert math.isclose(whole[key], top_k[key], rel_tol=1e-5), key
         assert not math.isclose(whole["kd" + suffix], top_k["kd" + suffix], rel_tol=1e-3)
