@@ -22,7 +22,9 @@ def attempt(action, *arguments):
 # {secret}: a file of the host; {port}: where the host listens; {pid}: of a process of the host
 PROGRAMS = {
     "reads a file of the host": """
-attempt(lambda: open({secret!r}).read())
+os.symlink({secret!r}, "/tmp/link")
+for path in ({secret!r}, "/tmp/link", "../../../.." + {secret!r}):
+    attempt(lambda: open(path).read())
 """,
     "writes a file of the host": """
 for path in ({secret!r}, {secret!r} + ".new", "/program.py", "/new", os.__file__):
@@ -156,12 +158,6 @@ libc.mount(b"proc", b"/tmp/proc", b"proc", 0, None)
 for path in ("/proc/1/environ", "/proc/{pid}/cmdline", "/tmp/proc/1/environ"):
     if os.path.exists(path):
         print("escaped", path)
-""",
-    "links out of its folder": """
-os.symlink({secret!r}, "/tmp/link")
-os.symlink("/", "/tmp/root")
-for path in ("/tmp/link", "/tmp/root" + {secret!r}, "../../../.." + {secret!r}):
-    attempt(lambda: open(path).read())
 """,
     "opens a box of its own": """
 if libc.unshare(0x10000000) == 0 or libc.chroot(b"/tmp") == 0 or os.getuid() == 0:

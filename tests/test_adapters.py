@@ -116,7 +116,7 @@ def command_lines(folder, models, texts):
         "--activation_checkpointing", "--steps=2", stage=3, micro_batch_size=4)
     add("writing", *teacher, "--on_policy=0.5", "--rollout_tokens=8", "--steps=2",
         "--eval_rows=2", stage=3)
-    add("onward", "--kd_weight=0", "--lora_r=3", "--steps=1",
+    add("onward", "--kd_weight=0", "--lora_r=3", "--steps=1", "--eval_rows=2",
         f"--export={folder}/onward/export", source=folder / "stage2" / "export")
     add("unfrozen", f"--teacher={folder}/stage2/export", "--teacher_tp=2", "--steps=1",
         f"--export={folder}/unfrozen/export", stage=3, source=folder / "stage2" / "export")
@@ -183,6 +183,10 @@ def test_an_adapter_goes_on_or_becomes_part_of_the_weights(jobs, models):
     assert 0.5 * LEARNING_RATE < max(moves) < 2 * LEARNING_RATE
     config = json.loads((jobs / "onward" / "export" / "adapter_config.json").read_text())
     assert config["base_model_name_or_path"] == str(models[0])
+    # without a teacher, nothing is said of one
+    line, judged = losses_of(jobs / "onward")
+    assert line["loss"] == line["ce"] and "eval/student_bits_per_byte" in judged
+    assert not {"kd", "eval/teacher_bits_per_byte"} & {*line, *judged}
     # student and teacher are one model then, but for the tokenizers' difference: none
     [line] = losses_of(jobs / "unfrozen")
     assert line["kd"] == pytest.approx(0, abs=1e-6)

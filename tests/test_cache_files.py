@@ -49,31 +49,17 @@ def scored_rows(vocab, top_k, temperature=1.0):
     return truncate(logits, top_k, labels, temperature), labels
 
 
-@pytest.mark.parametrize("logp_bits", [16, 32])
-def test_rows_come_back_with_their_labels(logp_bits):
-    scored, labels = scored_rows(500, 20)
-    columns = top_k_columns(scored, 500, logp_bits)
-    assert not any("label" in name for name in columns)
-    back = scored_logits(columns, labels, 500)
-    positions = torch.tensor([4, 0, 5])
-    expected = scored(positions).softmax(-1)
-    tolerance = 1e-6 if logp_bits == 32 else 1e-3
-    torch.testing.assert_close(back(positions).softmax(-1), expected, rtol=tolerance,
-                               atol=tolerance)
-    for kept, before in zip(back.scores, scored.scores):
-        assert torch.equal(kept, before)
-    # of the label nothing is rounded, however it is stored
-    label_logp = back.logits.logp_TK[torch.arange(6), -1]
-    assert torch.equal(label_logp, scored.scores.logp_T)
-
-
 @pytest.mark.parametrize(("vocab", "top_k", "logp_bits", "temperature"), [
     (14_019, 256, 16, 1.0), (151_646, 256, 16, 1.0), (151_646, 13, 32, 2.0), (40, 64, 16, 1.0)])
-def test_the_stated_bytes_are_those_of_the_file(vocab, top_k, logp_bits, temperature):
-    scored, _ = scored_rows(vocab, top_k, temperature)
+def test_the_stated_bytes_are_those_of_the_file_and_labels_come_back(
+        vocab, top_k, logp_bits, temperature):
+    scored, labels = scored_rows(vocab, top_k, temperature)
     plain = None if temperature == 1 else torch.zeros(6)
     for drawn in (None, torch.zeros(6)):
         columns = top_k_columns(scored, vocab, logp_bits, plain, drawn)
+        # of the label nothing is rounded, however it is stored
+        back = scored_logits(columns, labels, vocab)
+        assert torch.equal(back.logits.logp_TK[:, -1], scored.scores.logp_T)
         size = sum(tensor.nbytes for tensor in columns.values()) / 6 + 4  # an id
         assert size == bytes_per_position(
             "topk", vocab, top_k, logp_bits=logp_bits, hidden_bytes=0,

@@ -37,6 +37,7 @@ from jobs import (
     write_corpus,
 )
 from steps import uneven_samples
+from test_checkpoint import cut, flip
 
 
 def write(argv_list, shard_bytes=None, die_at=None):
@@ -295,25 +296,15 @@ def test_a_cache_says_what_the_teacher_says(models, data, texts, caches):
     ranks.run(1, read_all, models, data[0].partition("=")[2], caches, uneven_samples(texts))
 
 
-def flip_a_bit(path):
-    content = bytearray(path.read_bytes())
-    content[len(content) // 2] ^= 4
-    path.write_bytes(content)
-
-
-def truncate_file(path):
-    path.write_bytes(path.read_bytes()[:-1])
-
-
 SHARD = "shard-00000.safetensors"
 MANIFEST = cache_files.MANIFEST
 # (kind of a cache, a file of a copy of it, what happens to that, what the job says)
 DAMAGES = [
-    ("20", SHARD, flip_a_bit, f"{SHARD} is damaged"),
-    ("hidden", "head.safetensors", flip_a_bit, "head.safetensors is damaged"),
-    ("20", SHARD, truncate_file, "bytes, expected"),
+    ("20", SHARD, flip, f"{SHARD} is damaged"),
+    ("hidden", "head.safetensors", flip, "head.safetensors is damaged"),
+    ("20", SHARD, cut, "bytes, expected"),
     ("20", SHARD, Path.unlink, f"{SHARD} is missing"),
-    ("20", MANIFEST, truncate_file, "nothing is wrong"),  # its last line end
+    ("20", MANIFEST, cut, "nothing is wrong"),  # its last line end
 ]
 # (what the manifest of a cache says, None: nothing of that; flags, what the job says)
 MANIFESTS = [

@@ -2,25 +2,21 @@
 
 import copy
 import re
-import shutil
 
 import datasets
 import pytest
 import torch
 
-import ranks
 from isogloss.align import TokenTable
 from isogloss.data.batch import Collator, PairOptions
 from isogloss.data.chat import common_regions, encode_chat, pair_chats, render
-from isogloss.data.chat_rows import as_messages
 from isogloss.data.order import ExampleReader, check_learned
 from isogloss.data.sample import TextEncoder
 from isogloss.data.turns import SkippedChat
 from isogloss.errors import DataError
-from isogloss.inputs import build_collator
-from isogloss.tiles import StoredLogits
-from jobs import ds_config, job_for, write_corpus
+from isogloss.translation import translated
 from test_sample import spelled
+from tokens import translation_of
 
 CHATML = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}"
@@ -190,13 +186,6 @@ def test_all_of_the_rendering_is_learned_on_request(encoders):
     rendering = render(CHAT, encoders[0])
     labels = collator(encoders, train_on="all")([CHAT]).student.labels[0]
     assert labels.tolist() == rendering.ids[1:].tolist()
-    encoded = encode_chat(CHAT, rendering, encoders[0], "all")
-    assert encoded.learned.all()
-    special = encoders[0].table.special[rendering.ids]
-    assert (encoded.num_bytes[special] == -1).all() and (encoded.num_bytes[~special] >= 0).all()
-    size = len(encoders[0].tokenizer.apply_chat_template(CHAT, tokenize=False).encode())
-    names = len(CHAT) * (len("<|im_start|>") + len("<|im_end|>"))
-    assert encoded.num_bytes.clip(min=0).sum() == size - names
 
 
 @pytest.mark.parametrize("side", [0, 1])
@@ -275,64 +264,38 @@ def test_samples_without_labels_are_counted(encoders):
     assert (counts.rows, counts.samples, counts.cut_samples) == (3, 2, 1)
 
 
-def test_other_names_of_the_assistant_are_read(encoders):
-    chat = [{"role": "Human", "content": "a"}, {"role": "model", "content": "b"}]
-    with pytest.warns(UserWarning, match="the role 'model' are read as of 'assistant'"):
-        messages = as_messages(chat)
-    assert [message["role"] for message in messages] == ["user", "assistant"]
-    assert collator(encoders)([messages]).counts.tokens > 0
-
-
 # --- what a loss makes of two templates -----------------------------------------------------------
 
-def values_of_losses(flags, chats):
-    """Return {loss: its value with random logits, and with other ones of the teacher's own}.
 
-    The teacher's own are those from which it predicts what only its template writes.
+def test_what_only_the_teachers_template_writes_says_nothing(tokenizers, texts):
+    """Else a student would learn to write it: line ends behind a thought, say.
+
+    test_losses.py sees that the losses without a translation read the rows of chunks alone.
     """
-    from isogloss.objective.objective import untiled_loss
-
-    values = {}
-    for loss in ("piece_kl", "alm", "gold", "uld", "projection_kl"):
-        state, inputs = job_for(flags | {"loss": loss})
-        [teacher] = build_collator(state.cfg, inputs, state.device)(chats).teachers
-        [setup] = state.teachers
-        generator = torch.Generator().manual_seed(0)
-        x = 3 * torch.randn(teacher.sample_of_student.numel(), state.vocab, generator=generator)
-        y = 3 * torch.randn(teacher.ids.numel(), setup.spec.vocab, generator=generator)
-        own = teacher.teacher_chunk.flatten() < 0
-        other = torch.where(own[:, None], 3 * torch.randn(y.shape, generator=generator), y)
-        assert own.any() and not own.all()
-
-        def tile_loss(x, y, sub_tile):
-            return setup.loss.loss_fn(x, y, sub_tile)[None].float().expand(3)
-
-        values[loss] = [float(untiled_loss(StoredLogits(x), StoredLogits(logits), tile_loss,
-                                           teacher.tiles, [1.0, 0.0, 0.0])[0])
-                        for logits in (y, other)]
-    return values
-
-
-def test_what_only_the_teachers_template_writes_says_nothing(models, texts, tmp_path):
-    """Else a student would learn to write it: line ends behind a thought, say."""
-    folders = []
-    for folder, template in zip(models[::-1], (
-            "{% for m in messages %}[{{ m.role }}] {% if m.reasoning_content %}"
-            "({{ m.reasoning_content }}){% endif %}{{ m.content }}{{ eos_token }}{% endfor %}",
-            "{% for m in messages %}<{{ m.role }}>\n{% if m.reasoning_content %}<think>\n"
-            "{{ m.reasoning_content }}\n</think>\n\n{% endif %}{{ m.content }}\n\n{{ eos_token }}"
-            "{% endfor %}")):
-        copied = shutil.copytree(folder, tmp_path / folder.name)
-        (copied / "chat_template.jinja").write_text(template)
-        folders.append(copied)
+    encoders = with_templates(tokenizers[::-1], *[
+        "{% for m in messages %}[{{ m.role }}] {% if m.reasoning_content %}"
+        "({{ m.reasoning_content }}){% endif %}{{ m.content }}{{ eos_token }}{% endfor %}",
+        "{% for m in messages %}<{{ m.role }}>\n{% if m.reasoning_content %}<think>\n"
+        "{{ m.reasoning_content }}\n</think>\n\n{% endif %}{{ m.content }}\n\n{{ eos_token }}"
+        "{% endfor %}"])
     chats = []  # of words that end anywhere
     for number in range(16):
         thought, said = texts[number][: 20 + number], texts[-number][: 30 + number]
         chats.append([{"role": "user", "content": "look"}, {
             "role": "assistant", "content": said, "reasoning_content": thought}])
-    flags = {"student": str(folders[0]), "teacher": str(folders[1]), "max_length": 250,
-             "data": write_corpus(tmp_path, chats, 16), "output_dir": str(tmp_path / "run"),
-             "ds_config": ds_config(tmp_path / "ds.json", 0, 1, 1), "num_workers": 0}
-    [values] = ranks.run(1, values_of_losses, flags, chats)
-    for loss, (value, other) in values.items():
-        assert value > 0.01 and other == pytest.approx(value, rel=1e-5), loss
+    tables = translation_of(encoders)
+    batch = Collator(encoders[0], [PairOptions(encoders[1], tables)])(chats)
+    [teacher] = batch.teachers
+    [tile] = teacher.tiles
+    [sub_tile] = tile.sub_tiles
+    generator = torch.Generator().manual_seed(0)
+    x = 3 * torch.randn(batch.student.ids.numel(), len(encoders[0].table), generator=generator)
+    y = 3 * torch.randn(teacher.ids.numel(), len(encoders[1].table), generator=generator)
+    # from these rows it predicts what only its template writes
+    is_own = teacher.teacher_chunk.flatten() < 0
+    other = torch.where(is_own[:, None], 3 * torch.randn(y.shape, generator=generator), y)
+    assert is_own.any() and not is_own.all()
+    value, of_other = [
+        float(translated(x[tile.student_positions][None], rows[sub_tile.teacher_positions][None],
+                         sub_tile.terms, tables)[0]) for rows in (y, other)]
+    assert value > 1 and of_other == pytest.approx(value, rel=1e-5)

@@ -25,7 +25,7 @@ from isogloss.checkpoints.checkpoint import (
 )
 from isogloss.job import files
 from isogloss.job.launch import start_distributed
-from jobs import ds_config, job_for, losses_of, run_distill, write_corpus
+from jobs import ds_config, job_for, losses_of, run_distill, short_run
 from pickled import Command
 from wrong_input import check_one_line, outcomes
 
@@ -175,8 +175,9 @@ STAGES = [(0, 0), (2, 2), (3, 3), (0, 2), (2, 0), (1, 3), (3, 1)]
 def load_poisoned(folder, flags):
     """Load what each ZeRO stage saved, with a command in a file; return [(stages, file, error)]."""
     folder = Path(folder)
-    codes = run_distill([[*flags, f"--ds_config={folder / f'zero{stage}.json'}",
-                          f"--output_dir={folder / str(stage)}"] for stage in range(4)])
+    configs = [ds_config(folder / f"zero{stage}.json", stage, 2, 1) for stage in range(4)]
+    codes = run_distill([[*flags, f"--ds_config={config}", f"--output_dir={folder / str(stage)}"]
+                         for stage, config in enumerate(configs)])
     assert codes == [0] * 4
     values = dict(flag.removeprefix("--").split("=") for flag in flags)
     values |= {"steps": 2, "max_length": 40, "num_workers": 0}
@@ -184,7 +185,7 @@ def load_poisoned(folder, flags):
     for saved, stage in STAGES:
         clean = folder / str(saved) / "checkpoints" / "step_0000001"
         state, inputs = job_for(values | {
-            "ds_config": str(folder / f"zero{stage}.json"), "resume": str(clean),
+            "ds_config": configs[stage], "resume": str(clean),
             "output_dir": str(folder / "other")})
         load_checkpoint(state.engine, clean, inputs.convert)
         for path in sorted(clean.glob("*.pt")):
@@ -204,11 +205,7 @@ def load_poisoned(folder, flags):
 
 @pytest.fixture
 def flags(models, texts, tmp_path):
-    for stage in range(4):
-        ds_config(tmp_path / f"zero{stage}.json", stage, 2, 1)
-    return [f"--student={models[0]}", f"--teacher={models[1]}",
-            f"--data={write_corpus(tmp_path, texts, 20)}", "--max_length=40", "--num_workers=0",
-            "--steps=1"]
+    return short_run(models, texts, tmp_path, "--max_length=40", "--num_workers=0", "--steps=1")
 
 
 @pytest.mark.slow
@@ -258,7 +255,6 @@ def start_apart(folder):
 
 
 def test_nodes_that_do_not_share_a_folder(flags, tmp_path):
-    flags = [*flags, f"--ds_config={tmp_path / 'zero2.json'}"]
     on_ranks = ranks.run(2, on_two_nodes, tmp_path, flags)
     check_one_line([first for [first] in on_ranks], "does not see what rank 0 on")
     assert not list(tmp_path.glob("of_node*"))
@@ -283,8 +279,7 @@ def with_small_disk(folder, flags, changes):
 def test_a_full_disk_ends_a_job_with_one_line_and_loses_nothing(flags, tmp_path):
     """torch's own error says nothing of a disk: "unexpected pos 64 vs 0"."""
     output = tmp_path / "run"
-    flags = [*flags, f"--ds_config={tmp_path / 'zero2.json'}", f"--output_dir={output}",
-             "--save_every=1"]
+    flags = [*flags, f"--output_dir={output}", "--save_every=1"]
     on_ranks = ranks.run(2, with_small_disk, tmp_path, flags, ["--steps=1", "--steps=2"])
     begun, full = zip(*on_ranks, strict=True)
     assert [outcome.exit_code for outcome in begun] == [0, 0]
@@ -349,8 +344,7 @@ def with_lost_disk(folder, flags):
 
 def test_a_log_that_cannot_be_written_ends_a_job_which_saves_first(flags, tmp_path):
     """With one line, on a full disk, without its directory; --save_every is 0."""
-    flags = [*flags[:-1], "--steps=3", f"--ds_config={tmp_path / 'zero2.json'}", "--eval_rows=2",
-             "--eval_every=2"]
+    flags = [*flags, "--steps=3", "--eval_rows=2", "--eval_every=2"]
     on_ranks = ranks.run(2, with_lost_disk, tmp_path, flags)
     for name, outcome, other in zip(LOST_DISKS, *on_ranks, strict=True):
         _, _, message, steps = LOST_DISKS[name]

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from cases import gradient
-from every_loss import LogitsCase, chunk_problem
-from isogloss import losses, translation
+from every_loss import chunk_problem
+from isogloss import translation
 from isogloss.models import compiler
 from isogloss.models.compiler import loss_compiler, missing_compiler
 
@@ -17,28 +17,10 @@ def compilers_of_each_test():
     loss_compiler.cache_clear()
 
 
-def need_compiler():
-    if missing := missing_compiler():
-        pytest.skip(missing)
-
-
-@pytest.mark.slow
-def test_a_compiled_divergence_is_the_same_for_all_sizes():
-    need_compiler()
-    function = losses.generalized_jsd
-    in_graph = loss_compiler("compiled", "cpu")(function)
-    for samples in (5, 2, 9):
-        case = LogitsCase(0, samples)
-        results = []
-        for formula in (in_graph, function):
-            value, _ = formula(case.x, case.y, None)
-            results += value, gradient(value, case.x)
-        torch.testing.assert_close(results[:2], results[2:])
-
-
 @pytest.mark.slow
 def test_the_compiled_roots_of_a_translation_are_the_same():
-    need_compiler()
+    if missing := missing_compiler():
+        pytest.skip(missing)
     of_roots = loss_compiler("compiled", "cpu")(translation.root_values)
     for seed in range(3):
         problem = chunk_problem("translated, generalized_jsd", seed, 2.0)

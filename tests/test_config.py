@@ -7,10 +7,14 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from cases import close, gradient
 from isogloss import losses
 from isogloss.config import Config, configs_by_teacher, routes_by_teacher, teacher_keys
-from isogloss.flags.parse import choices_of, groups_of, help_text
-from isogloss.objective.loss_table import LOSSES, LossSpec, loss_flags
+from isogloss.flags.parse import choices_of, help_text
+from isogloss.objective.loss_table import LOSSES, LossSpec, build_loss, loss_flags
+from isogloss.projection_tools.build import cached_projection
+from isogloss.tile_plan import SubTile
+from tokens import pair_of
 
 GOOD = dict(student="s", teacher="t", data="d")
 NAMES = [entry.name for entry in fields(Config)]
@@ -20,32 +24,11 @@ def several(*entries, **flags):
     return Config(student="s", data="d", teachers=json.dumps(entries), **flags)
 
 
-def test_every_flag_is_in_one_group_of_help():
-    listed = []
-    for names in groups_of(Config).values():
-        listed += names
-    assert sorted(listed) == sorted(NAMES)
-
-
 def test_help_names_every_loss_and_every_choice():
     text = help_text(Config)
     for entry in fields(Config):
         for choice in choices_of(entry):
             assert choice in text, (entry.name, choice)
-
-
-@pytest.mark.parametrize("name, low", [
-    (entry.name, entry.metadata["low"]) for entry in fields(Config)
-    if entry.metadata["low"] is not None])
-def test_the_smallest_value_passes_and_less_does_not(name, low):
-    needed = {"dynamic_scale": False}
-    if name not in ("kd_weight", "ce_weight"):  # each may be 0 while the other is not
-        needed[name] = low
-    if name == "teacher_ema":
-        needed["teacher"] = "self"
-    Config(**GOOD | needed)
-    with pytest.raises(ValueError, match=f"--{name} {low - 1}.*: expected {low} or more"):
-        Config(**GOOD | {name: low - 1})
 
 
 def test_the_memory_of_the_loss_follows_the_device(monkeypatch):
@@ -150,12 +133,48 @@ def test_wrong_teachers_are_refused(case):
         Config(student="s", data="d", teachers=text)
 
 
-@pytest.mark.parametrize("text, message", [
-    ('{"a": {"b": 1, "b": 2}}', "has the key 'b' twice"),
-    ("[" * 100_000, "expected a JSON object"),
-    ("9" * 5000, "expected a JSON object like"),
-    ("[1]", "expected a JSON object"),
-])
-def test_wrong_template_kwargs_are_refused(text, message):
-    with pytest.raises(ValueError, match=message):
-        Config(**GOOD, template_kwargs=text)
+def test_template_kwargs_that_are_no_object_are_refused():
+    with pytest.raises(ValueError, match="expected a JSON object"):
+        Config(**GOOD, template_kwargs="[1]")
+
+
+# --- one loss in a run ----------------------------------------------------------------------------
+
+HYBRID = GOOD | dict(loss="hybrid_uld", temperature=1.5)
+# chunks of one token and of two on either side, a position outside of chunks
+STUDENT_CHUNK = torch.tensor([0, 1, 1, 2, -1])
+TEACHER_CHUNK = torch.tensor([-1, 0, 1, 2, 2])
+
+
+def sub_tile_of(vocab_sizes):
+    """Return a sub-tile of random labels; test_losses.py compares the function itself."""
+    torch.manual_seed(1)
+    labels = [torch.randint(size, (5,)) for size in vocab_sizes]
+    return SubTile(slice(0, 5), slice(0, 5), *labels, STUDENT_CHUNK, TEACHER_CHUNK,
+                   losses.find_chunks(STUDENT_CHUNK[None], TEACHER_CHUNK[None]),
+                   weight=torch.tensor([1.0, 0.5, 9.0, 2.0, 9.0]))
+
+
+@pytest.mark.parametrize("matched_weight", [None, 0.0, 0.8])
+def test_hybrid_uld_of_a_run_is_the_function(encoders, matched_weight):
+    sizes = [len(side.table) for side in encoders]
+    sub_tile = sub_tile_of(sizes)
+    more = {} if matched_weight is None else {"matched_weight": matched_weight}
+    loss = build_loss(Config(**HYBRID, **more), *encoders, "cpu")
+    x, y = [2 * torch.randn(5, size, dtype=torch.float64) for size in sizes]
+    x.requires_grad_()
+    value = loss.loss_fn(x, y, sub_tile)
+    projection = cached_projection(pair_of(encoders))
+    common = losses.common_tokens(projection["indices"], projection["likelihoods"])
+    ids = [side[None] for side in sub_tile[2:6]]
+    expected, _ = losses.uld(
+        x[None], y[None], *ids, common=common, matched_weight=matched_weight, temperature=1.5,
+        weight_BS=sub_tile.weight[None])
+    assert abs(value - expected) < 1e-9 * expected
+    assert close(gradient(value, x), gradient(expected, x), 1e-9)
+
+
+@pytest.mark.parametrize("weight", [-0.5, 1.5])
+def test_a_matched_weight_that_is_none_is_refused(weight):
+    with pytest.raises(ValueError, match=f"--matched_weight {weight}: expected 0 to 1, or -1"):
+        Config(**HYBRID, matched_weight=weight)

@@ -11,7 +11,6 @@ import threading
 
 import pytest
 import sentencepiece
-from matplotlib import pyplot
 
 import ranks
 from conftest import ROOT
@@ -144,26 +143,6 @@ def test_the_table_compares_each_seed_with_its_own_baseline():
     assert "+0.100 ± 0.141 bits per byte, better for 1 of 2" in demo_report.equal_time(runs, "gold")
     alone = cells_of(demo_report.table([run for run in runs if run.seed == 0]))
     assert alone["gold"] == ["1", "2", "2.600", "+0.100", "1 of 1"]
-
-
-def test_both_panels_begin_at_step_0_and_have_a_band_for_several_seeds(tmp_path, monkeypatch):
-    drawn = []
-    monkeypatch.setattr(pyplot.Figure, "savefig", lambda figure, *_, **__: drawn.append(figure))
-    runs = [run_of(NO_TEACHER, 0, [4, 2.7], [0.5] * 4), run_of(NO_TEACHER, 1, [4, 2.5], [1.5] * 4),
-            run_of("gold", 0, [4, 2.6], [2.0] * 4), run_of("gold", 1, [4, 2.4], [2.0] * 4)]
-    demo_report.plot(runs, tmp_path / "curves.png")
-    by_step, by_seconds = drawn[0].axes
-    for axis, ends in ((by_step, (4, 4)), (by_seconds, (4, 8))):
-        assert axis.get_yscale() == "log"
-        lines = axis.get_lines()
-        for line, end in zip(lines, ends):
-            assert list(line.get_xdata()) == [0, end]
-        assert list(lines[0].get_ydata()) == [4, 2.6]
-        low, high = axis.get_ylim()
-        assert low < 2.0 and high > 4  # the teacher and the untrained student are inside
-        band = axis.collections[0].get_paths()[0].vertices[:, 1]
-        assert band.min() == 2.5 and band.max() == 4
-    pyplot.close(drawn[0])
 
 
 def test_a_student_that_diverged_is_printed_and_drawn(tmp_path):

@@ -17,11 +17,15 @@ from steps import flags_for
 TEXTS = ["The quick brown fox said hello to the 201 dogs.", "An index of the value, and its name."]
 
 
-def evaluated(flags, texts):
-    """Return the metrics of held-out texts, evaluated in one batch with a filler beside them."""
-    state, inputs = job_for(flags)
-    collator = build_collator(state.cfg, inputs, state.device)
-    return once_in_a_while.run_evaluation(state, [collator([*texts, None])])
+def evaluated(flags_list, evaluations):
+    """Return, for each flags, the metrics of evaluations, of which each is a list of batches."""
+    metrics = []
+    for flags in flags_list:
+        state, inputs = job_for(flags)
+        collator = build_collator(state.cfg, inputs, state.device)
+        metrics.append([once_in_a_while.run_evaluation(state, list(map(collator, batches)))
+                        for batches in evaluations])
+    return metrics
 
 
 def next_token_rows(model, tokenizer, table, text):
@@ -87,7 +91,8 @@ def test_equals_loops_over_tokens(models, tokenizers, tables, texts, tmp_path, t
                       ds_config=ds_config(tmp_path / "ds.json", 2, 3, 1))
     if top_k:
         flags |= {"teacher_output": "topk", "teacher_output_topk": top_k}
-    [metrics] = ranks.run(1, evaluated, flags, TEXTS)
+    # in one batch with a filler beside them
+    [[[metrics]]] = ranks.run(1, evaluated, [flags], [[[*TEXTS, None]]])
     sides = []
     for folder, tokenizer, table in zip(models, tokenizers, tables):
         model = AutoModelForCausalLM.from_pretrained(folder).eval()
@@ -100,26 +105,15 @@ def test_equals_loops_over_tokens(models, tokenizers, tables, texts, tmp_path, t
     assert math.isclose(metrics["eval/top1_agreement"], agreement(*sides, tables), abs_tol=1e-9)
 
 
-def evaluated_beside_nothing(flags_list, texts):
-    """Return metrics of texts alone, between batches of no text, and of no text, for each flags."""
-    answers = []
-    for flags in flags_list:
-        state, inputs = job_for(flags)
-        collator = build_collator(state.cfg, inputs, state.device)
-        batch = collator(texts)
-        nothing = collator([None, None])
-        for batches in ([batch], [nothing, batch, nothing], [collator(["", None]), nothing]):
-            answers.append(once_in_a_while.run_evaluation(state, batches))
-    return [answers[first : first + 3] for first in range(0, len(answers), 3)]
-
-
 def test_a_batch_with_nothing_to_judge_adds_nothing(models, texts, tmp_path):
     """As of the rank that has no row in the last round, and of empty texts."""
     flags = flags_for(models, texts, tmp_path, max_length=90, eval_rows=2,
                       ds_config=ds_config(tmp_path / "ds.json", 0, 2, 1))
     of_top_k = flags | {"teacher_output": "topk", "teacher_output_topk": 20}
     whole = flags | {"tiled": False, "loss": "gold", "teacher_output": "logits"}
-    [of_kinds] = ranks.run(1, evaluated_beside_nothing, [flags, of_top_k, whole], TEXTS)
+    of_nobody = [None, None]
+    evaluations = [TEXTS], [of_nobody, TEXTS, of_nobody], [["", None], of_nobody]
+    [of_kinds] = ranks.run(1, evaluated, [flags, of_top_k, whole], evaluations)
     for alone, beside_nothing, nothing in of_kinds:
         assert beside_nothing == alone and alone["eval/student_entropy"] > 1
         # of an empty text the end is learned, which is no text
@@ -127,8 +121,6 @@ def test_a_batch_with_nothing_to_judge_adds_nothing(models, texts, tmp_path):
 
 
 # --- top-k teacher outputs ------------------------------------------------------------------------
-
-TEACHER_METRICS = "teacher_bits_per_byte", "teacher_accuracy", "teacher_entropy"
 
 
 def recorded_runs(argv_list):
@@ -151,7 +143,7 @@ def check_same_text_metrics(whole, top_k):
     """What the teachers say of the text is equal; what is learned from them is not."""
     suffixes = ["/" + key.split("/")[1] for key in whole if key.startswith("kd/")] or [""]
     for suffix in suffixes:
-        for name in TEACHER_METRICS:
+        for name in ("teacher_bits_per_byte", "teacher_accuracy", "teacher_entropy"):
             key = name + suffix
             assert math.isclose(whole[key], top_k[key], rel_tol=1e-5), key
         assert not math.isclose(whole["kd" + suffix], top_k["kd" + suffix], rel_tol=1e-3)

@@ -22,7 +22,7 @@ from isogloss.checkpoints import model_card, run_identity
 from isogloss.config import Config
 from isogloss.flags import model_names
 from isogloss.job import launch
-from jobs import ds_config, losses_of, run_all, write_corpus
+from jobs import ds_config, losses_of, run_all, short_run, write_corpus
 from wrong_input import check_one_line, error_line, good_line, outcomes, run_wrong
 
 
@@ -37,12 +37,10 @@ def place(models, texts, tmp_path):
     for name, model in zip(("student", "teacher"), models):
         shutil.copytree(model, tmp_path / "models" / name)
     (tmp_path / "data").mkdir()
-    corpus = write_corpus(tmp_path / "data", texts, 20)
-    folder = tmp_path / "models"
-    flags = [f"--student={folder / 'student'}", f"--teacher={folder / 'teacher'}",
-             f"--data={corpus}", f"--ds_config={ds_config(tmp_path / 'ds.json', 2, 2, 1)}",
-             "--max_length=40", "--num_workers=0", f"--output_dir={tmp_path / 'runs' / 'a'}"]
-    return tmp_path, flags
+    copies = tmp_path / "models" / "student", tmp_path / "models" / "teacher"
+    return tmp_path, short_run(copies, texts, tmp_path, "--max_length=40", "--num_workers=0",
+                               f"--data={write_corpus(tmp_path / 'data', texts, 20)}",
+                               f"--output_dir={tmp_path / 'runs' / 'a'}")
 
 
 REFUSED = {

@@ -1,6 +1,7 @@
 """docs/extending.md: its code runs as it stands; every metric of a run is on docs/metrics.md."""
 
 import re
+import shutil
 import subprocess
 import sys
 from types import SimpleNamespace
@@ -35,11 +36,13 @@ def argv(models, texts, tmp_path):
 
 @pytest.mark.slow
 def test_a_new_loss_is_a_function_and_an_entry(argv, tmp_path):
-    """It is a choice of --loss, trains, and is evaluated."""
-    run = [*argv, "--loss=certainty_gap", "--ce_weight=0"]
+    """It is a choice of --loss, trains, and is evaluated; alone, no cross-entropy is computed."""
+    run = [*argv, "--loss=certainty_gap", "--ce_weight=0", "--wandb_project=isogloss-test"]
     run_all(2, [*run, f"--plugin={example(0, tmp_path)}"])
     lines = losses_of(tmp_path / "run", -1)
     assert 0 < lines[-1]["eval/kd"] < lines[0]["eval/kd"] < 1
+    assert lines[1]["loss"] == lines[1]["kd"] and "ce" not in lines[1]
+    assert list((tmp_path / "run" / "wandb").glob("offline-run-*"))  # logs without a network
     unknown = ranks.run(1, run_distill, [run])
     assert unknown == [[2]]  # without the entry
 
@@ -47,11 +50,8 @@ def test_a_new_loss_is_a_function_and_an_entry(argv, tmp_path):
 @pytest.fixture
 def table(models, tmp_path):
     """Return the path of a bigram table for the teacher's tokenizer, of which there is no model."""
-    folder = tmp_path / "tokenizer"
-    folder.mkdir()
-    for file in models[1].iterdir():
-        if "safetensors" not in file.name:
-            (folder / file.name).write_bytes(file.read_bytes())
+    no_weights = shutil.ignore_patterns("*.safetensors")
+    shutil.copytree(models[1], tmp_path / "tokenizer", ignore=no_weights)
     torch.manual_seed(0)
     logp_WW = (3 * torch.randn(500, 500)).log_softmax(-1)
     save_file({"logp": logp_WW}, tmp_path / "table.safetensors")

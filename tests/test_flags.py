@@ -266,29 +266,12 @@ def test_the_help_shows_type_and_default_of_every_flag():
         assert f"  {line}" in text.splitlines()
 
 
-def test_the_width_is_that_of_the_terminal(monkeypatch):
-    # get_terminal_size() reads COLUMNS before it asks the terminal.
-    for columns, expected in ((20, 60), (100, 100), (300, 120)):
-        monkeypatch.setenv("COLUMNS", str(columns))
-        assert help_text(Small) == help_text(Small, width=expected)
-
-
 @pytest.mark.parametrize("argv", [["-h"], ["--help"], ["--count=many", "--help"], ["--x", "-h"]])
 def test_help_anywhere_ends_with_code_0(argv, capsys):
     with pytest.raises(SystemExit) as ended:
         parse(*argv, aliases={"old_text": "text"})
     out = capsys.readouterr().out
     assert ended.value.code == 0 and "flags:" in out and "--old_text for --text" in out
-
-
-@pytest.mark.parametrize("tool", TOOLS, ids=lambda tool: tool.__name__.split(".")[1])
-def test_the_help_of_a_tool_ends_with_code_0(tool, capsys):
-    with pytest.raises(SystemExit) as ended:
-        tool.cli(["--help"])
-    out = normalized(capsys.readouterr().out)
-    assert ended.value.code == 0 and "--student TEXT (required)" in out
-    for old, new in flags.OLD_NAMES.items():
-        assert f"--{old} for --{new}" in out
 
 
 def test_the_answers_to_words_of_other_trainers_exist():

@@ -13,8 +13,6 @@ from conftest import ROOT
 from isogloss.command import split_words
 from jobs import write_corpus
 
-NAMES = ["student", "pack", "ds_config"]
-
 
 @pytest.mark.parametrize("words, launcher", [
     (["--num_gpus", "2", "--student", "S"], 2),
@@ -24,7 +22,8 @@ NAMES = ["student", "pack", "ds_config"]
     (["--num_gpus=1"], 1),
 ])
 def test_words_before_the_first_flag_of_ours_are_the_launchers(words, launcher):
-    assert split_words(words, NAMES) == (words[:launcher], words[launcher:])
+    names = ["student", "pack", "ds_config"]
+    assert split_words(words, names) == (words[:launcher], words[launcher:])
 
 
 @pytest.fixture(scope="module")

@@ -151,8 +151,3 @@ def test_a_handle_that_holds_something_else_is_refused(change):
     with pytest.raises((ValueError, TypeError)):
         ipc.Handle.from_plain(handle.to_plain() | change)
     ipc.release(handle)
-
-
-def test_the_file_works_alone():
-    text = Path(ipc.__file__).read_text()
-    assert "import isogloss" not in text and "from isogloss" not in text

@@ -9,6 +9,7 @@ import subprocess
 import sys
 from datetime import timedelta
 from functools import partial
+from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -29,58 +30,44 @@ def small_run(models, texts, tmp_path_factory):
 # --- one rank fails -------------------------------------------------------------------------------
 
 
-def no_memory(*_, **__):
-    raise MemoryError("2 TB of it")
+def fail(error, *_, **__):
+    """Raise the error; None: end as the kernel ends a process when memory runs out."""
+    if error is None:
+        os.kill(os.getpid(), signal.SIGKILL)
+    raise error
 
 
-def no_memory_on_rank_1(rank):
-    """The others wait for it in a collective."""
-    from isogloss import build
-
-    if rank == 1:
-        build.load_student = no_memory
-
-
-def no_key_on_rank_0(rank):
-    """The others wait for it in the store, which it serves."""
-    from isogloss import distill
-
-    if rank == 0:
-        distill.check_inputs = lambda *_: {}["nothing"]
-
-
-def no_memory_for_the_teacher(rank):
-    from isogloss import build
-
-    if rank == 1:
-        build.load_teacher = no_memory
-
-
-def wrong_input_on_rank_1(rank):
-    """The others wait in a collective of the same block, where they cannot hear of it."""
-    from isogloss import build
+def failing_at(place, failing, error, rank):
+    """Let one rank fail where it calls a function "module.name"; see `fail`."""
     from isogloss.job import watch
 
     watch.REFUSAL_GRACE = 1.0
+    module, _, name = place.rpartition(".")
+    if rank == failing:
+        setattr(import_module(module), name, partial(fail, error))
 
-    def refuse(*_):
-        raise ValueError("this model is wrong")
 
-    if rank == 1:
-        build.load_student = refuse
+NO_MEMORY = MemoryError("2 TB of it")
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("trouble, flag, failing, code, line", [
-    (no_memory_on_rank_1, "--seed=0", 1, 1, "rank 1 failed (MemoryError: 2 TB of it), so the job"),
-    (no_key_on_rank_0, "--seed=0", 0, 1, None),
-    (no_memory_for_the_teacher, "--teacher_ranks=1", 1, 1, "teacher rank 0 failed (MemoryError: "),
-    (wrong_input_on_rank_1, "--seed=0", 1, 2, "this model is wrong\n"),
+@pytest.mark.parametrize("place, failing, error, flag, code, line", [
+    # the others wait for it in a collective
+    ("isogloss.build.load_student", 1, NO_MEMORY, "--seed=0", 1,
+     "rank 1 failed (MemoryError: 2 TB of it), so the job"),
+    # the others wait for it in the store, which it serves
+    ("isogloss.distill.check_inputs", 0, KeyError("nothing"), "--seed=0", 1, None),
+    ("isogloss.build.load_teacher", 1, NO_MEMORY, "--teacher_ranks=1", 1,
+     "teacher rank 0 failed (MemoryError: "),
+    # the others wait in a collective of the same block, where they cannot hear of it
+    ("isogloss.build.load_student", 1, ValueError("this model is wrong"), "--seed=0", 2,
+     "this model is wrong\n"),
 ])
-def test_what_fails_on_one_rank_ends_all(small_run, tmp_path, trouble, flag, failing, code, line):
+def test_what_fails_on_one_rank_ends_all(
+        small_run, tmp_path, place, failing, error, flag, code, line):
     """With a traceback where it failed, but for wrong input, and one line elsewhere."""
     argv = small_run(tmp_path / "run", "--steps=2", flag)
-    ended = run_with_trouble(2, argv, tmp_path, trouble)
+    ended = run_with_trouble(2, argv, tmp_path, partial(failing_at, place, failing, error))
     assert [rank.code for rank in ended] == [code] * 2, ended
     is_wrong_input = code == 2
     assert ("Traceback" in ended[failing].stderr) != is_wrong_input, ended
@@ -91,35 +78,17 @@ def test_what_fails_on_one_rank_ends_all(small_run, tmp_path, trouble, flag, fai
         assert "distill.py" not in other and "Traceback" not in other, other
 
 
-def kill_this(*_):
-    """End as the kernel ends a process when memory runs out."""
-    os.kill(os.getpid(), signal.SIGKILL)
-
-
-def killed_in_loading(victim, rank):
-    """The others wait in the store, which rank 0 serves."""
-    from isogloss import distill
-
-    if rank == victim:
-        distill.check_inputs = kill_this
-
-
-def killed_in_joining(victim, rank):
-    """The others wait for its connection."""
-    from isogloss.job import launch
-
-    if rank == victim:
-        launch._join_process_group = kill_this
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("trouble, victim", [
-    (killed_in_loading, 0), (killed_in_loading, 1), (killed_in_joining, 1),
+@pytest.mark.parametrize("place, victim", [
+    # the others wait in the store, which rank 0 serves
+    ("isogloss.distill.check_inputs", 0), ("isogloss.distill.check_inputs", 1),
+    # the others wait for its connection
+    ("isogloss.job.launch._join_process_group", 1),
 ])
-def test_a_rank_killed_before_the_first_step_is_noticed(small_run, tmp_path, trouble, victim):
+def test_a_rank_killed_before_the_first_step_is_noticed(small_run, tmp_path, place, victim):
     """Without a launcher that would end the others."""
     argv = small_run(tmp_path / "run", "--steps=2")
-    ended = run_with_trouble(2, argv, tmp_path, partial(trouble, victim))
+    ended = run_with_trouble(2, argv, tmp_path, partial(failing_at, place, victim, None))
     assert ended[victim].code == -signal.SIGKILL and ended[1 - victim].code == 1, ended
     message = ended[1 - victim].stderr
     lines = [line for line in message.splitlines() if "distill.py" in line]

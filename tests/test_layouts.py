@@ -2,9 +2,7 @@
 
 import json
 import math
-from collections import Counter
 from types import SimpleNamespace
-from typing import NamedTuple
 
 import pytest
 import torch
@@ -15,7 +13,7 @@ from isogloss import distill
 from isogloss.objective.loss_table import LOSSES
 from isogloss.student.engine import window_ends
 from isogloss.student.stages import NoWeights
-from jobs import ds_config, job_for, losses_of, run_distill, write_corpus
+from jobs import check_same_curve, ds_config, job_for, losses_of, run_distill, write_corpus
 from steps import (
     AS_FLAGS_SAY,
     SMALL_TILE_MIB,
@@ -39,6 +37,31 @@ from steps import (
 
 pytestmark = pytest.mark.slow
 
+
+@pytest.fixture
+def check(models, texts, tmp_path):
+    """Return a function that compares steps in some layouts with one process in plain torch.
+
+    Args:
+        layouts: {ranks: layouts}.
+        losses: to be computed; cases: what is compared, None: each loss as it is.
+        alternate: see `layout_results`; changes: of the flags.
+    Returns:
+        the StepResults.
+    """
+    def compare(layouts, losses, cases=None, alternate=False, **changes):
+        flags = flags_for(models, texts, tmp_path, **changes)
+        samples = uneven_samples(texts)
+        expected = references_of(flags, losses, samples)
+        cases = cases or [Case(loss) for loss in losses]
+        results = []
+        for num_ranks, of_ranks in layouts.items():
+            results += check_steps(expected, num_ranks, flags, samples, of_ranks, cases,
+                                   alternate=alternate)
+        return results
+
+    return compare
+
 # --- data parallelism, ZeRO, packing --------------------------------------------------------------
 
 LAYOUTS = {  # ranks: layouts
@@ -48,19 +71,14 @@ LAYOUTS = {  # ranks: layouts
 }
 
 
-def test_same_loss_and_gradient_in_every_layout(models, texts, tmp_path):
-    flags = flags_for(models, texts, tmp_path, temperature=2.0, seed=1)
-    samples = uneven_samples(texts)
+def test_same_loss_and_gradient_in_every_layout(check):
     # of the divergences one: they differ in what they make of the same nodes
     losses = ["cross_entropy", "piece_kl"]
     losses += [name for name, spec in LOSSES.items() if "loss_topk" not in spec.flags]
-    expected = references_of(flags, losses, samples)
-    for num_ranks, layouts in LAYOUTS.items():
-        cases = [Case("piece_kl"), Case("projection_kl")]
-        alternate = num_ranks == 2
-        if alternate:  # two ranks, with the most layouts, take all losses
-            cases = packed_and_not(losses)
-        check_steps(expected, num_ranks, flags, samples, layouts, cases, alternate=alternate)
+    flags = {"temperature": 2.0, "seed": 1}
+    # two ranks, with the most layouts, take all losses
+    check({2: LAYOUTS[2]}, losses, packed_and_not(losses), alternate=True, **flags)
+    check({1: LAYOUTS[1], 4: LAYOUTS[4]}, ["piece_kl", "projection_kl"], **flags)
 
 
 PACKED = {  # ranks: layouts; rows of 250 and 250 positions
@@ -69,15 +87,11 @@ PACKED = {  # ranks: layouts; rows of 250 and 250 positions
 }
 
 
-def test_weights_of_packed_samples_stay_with_their_sample(models, untied, texts, tmp_path):
+def test_weights_of_packed_samples_stay_with_their_sample(check, models, untied):
     """Of two teachers; fewer rows than samples, which do not see each other."""
     two = several_teachers(models, untied, sharded=False)[:2]
-    flags = flags_for(models, texts, tmp_path, teacher="", teachers=json.dumps(two),
-                      teacher_weights="ce", teacher_alpha=0.7)
-    samples = uneven_samples(texts)
-    expected = references_of(flags, [AS_FLAGS_SAY.loss], samples)
-    for num_ranks, layouts in PACKED.items():
-        check_steps(expected, num_ranks, flags | {"pack": True}, samples, layouts, [AS_FLAGS_SAY])
+    check(PACKED, [AS_FLAGS_SAY.loss], teacher="", teachers=json.dumps(two), teacher_weights="ce",
+          teacher_alpha=0.7, pack=True)
 
 
 CUT = [
@@ -125,37 +139,27 @@ MIXED = {
 SHARDED_LOSSES = "cross_entropy", "piece_kl", "projection_kl", "gold", "alm"
 
 
-def test_same_loss_and_gradient_with_sequences_in_shards(models, untied, texts, tmp_path):
+def test_same_loss_and_gradient_with_sequences_in_shards(check, untied):
     """Every ZeRO stage, two and four shards, packed and not."""
-    flags = flags_for(models, texts, tmp_path)
-    samples = uneven_samples(texts)
-    expected = references_of(flags, SHARDED_LOSSES, samples)
-    cases = packed_and_not(SHARDED_LOSSES)
-    for num_ranks, layouts in SEQUENCES.items():
-        check_steps(expected, num_ranks, flags, samples, layouts, cases, alternate=True)
-
-    flags |= {"teacher": str(untied)}  # the student's tokenizer
-    expected = references_of(flags, ["forward_kl"], samples)
-    cases = packed_and_not(["forward_kl"])
-    for num_ranks, layouts in (SEQUENCES | WHOLE_SEQUENCES).items():
-        check_steps(expected, num_ranks, flags, samples, layouts, cases)
+    check(SEQUENCES, SHARDED_LOSSES, packed_and_not(SHARDED_LOSSES), alternate=True)
+    # with a teacher of the student's tokenizer
+    check(SEQUENCES | WHOLE_SEQUENCES, ["forward_kl"], packed_and_not(["forward_kl"]),
+          teacher=str(untied))
 
 
-def test_same_loss_and_gradient_in_mixed_layouts(models, texts, tmp_path):
+def test_same_loss_and_gradient_in_mixed_layouts(check):
     """Data, sequence and tensor parallelism together; memory is saved in every way."""
-    flags = flags_for(models, texts, tmp_path)
-    samples = uneven_samples(texts)
-    cases = [Case("piece_kl"), Case("projection_kl")]
-    expected = references_of(flags, [case.loss for case in cases], samples)
-    for num_ranks, layouts in MIXED.items():
-        check_steps(expected, num_ranks, flags, samples, layouts, cases)
+    check(MIXED, ["piece_kl", "projection_kl"])
 
 
 # --- the student ----------------------------------------------------------------------------------
 
 
 def sgd_steps(flags, samples, layouts):
-    """Return, for each layout, how far a step of SGD with learning rate 1 moves each parameter."""
+    """Return, for each layout, how far a step of SGD with learning rate 1 moves each weight.
+
+    On rank 0 alone.
+    """
     moves = []
     sgd = {"optimizer": {"type": "SGD", "params": {"lr": 1.0}}, "gradient_clipping": 0.0,
            "zero_allow_untested_optimizer": True}
@@ -163,68 +167,45 @@ def sgd_steps(flags, samples, layouts):
         state, inputs = start_layout(flags, layout, **sgd)
         collator = small_collator(state.cfg, inputs, state.device)
         texts = texts_of_rank(samples, layout)
-        before = whole_weights(state.engine)
+        before = state.engine.module.collect_weights()
         distill.train_step(state, [collator(examples) for examples in texts])
-        after = whole_weights(state.engine)
+        after = state.engine.module.collect_weights()
         moves.append({name: before[name] - after[name] for name in before})
         state.engine.destroy()
     return moves
 
 
-def whole_weights(engine):
-    from deepspeed.utils import safe_get_full_fp32_param
-
-    weights = {}
-    for name, parameter in engine.module.model.named_parameters():
-        # stage 0 has no partitioned optimizer to ask
-        if engine.zero_optimization():
-            parameter = safe_get_full_fp32_param(parameter)
-        weights[name] = parameter.detach().clone()
-    return weights
-
-
 def test_a_step_of_plain_sgd_is_the_gradient(models, texts, tmp_path):
-    """No factor of ranks, shards or stages is hidden by Adam or by clipping."""
+    """No factor of ranks, shards, micro-batches or stages is hidden by Adam or by clipping."""
     flags = flags_for(models, texts, tmp_path)
     samples = uneven_samples(texts)
     reference = references_of(flags, ["piece_kl"], samples)["piece_kl"]
-    for num_ranks, micro_batch_size, sequence_parallel in ((2, 2, 1), (4, 4, 2)):
-        grad_accum_steps = 8 * sequence_parallel // (micro_batch_size * num_ranks)
-        changes = {"sequence_parallel": sequence_parallel}
-        layouts = [Layout(stage, micro_batch_size, grad_accum_steps, changes)
-                   for stage in ALL_STAGES]
-        moves = ranks.run(num_ranks, sgd_steps, flags, samples, layouts)[0]
-        for layout, moved in zip(layouts, moves, strict=True):
-            check_gradients(f"{num_ranks} ranks, {layout}", moved, reference)
+    layouts = [Layout(stage, 2, 2, {"sequence_parallel": 2}) for stage in ALL_STAGES]
+    moves = ranks.run(4, sgd_steps, flags, samples, layouts)[0]
+    for layout, moved in zip(layouts, moves, strict=True):
+        check_gradients(f"4 ranks, {layout}", moved, reference)
 
 
 LEAN = {"activation_offload": True, "mlp_tiles": 3}
 
 
-def test_same_gradient_tied_or_not_tiled_or_not(models, untied, texts, tmp_path):
-    samples = uneven_samples(texts)
-    tiled = [Layout(2, 2, 2, LEAN), Layout(3, 2, 2)]
-    untiled = [Layout(1, 2, 2), Layout(3, 1, 4, LEAN)]
-    for student in (models[0], untied):
-        flags = flags_for(models, texts, tmp_path, student=str(student), kd_weight=1.0,
-                          ce_weight=1.0, activation_checkpointing=True)
-        expected = references_of(flags, ["gold"], samples)
-        cases = [Case("gold")]
-        check_steps(expected, 2, flags | {"tiled": True}, samples, tiled, cases)
-        check_steps(expected, 2, flags | {"tiled": False}, samples, untiled, cases, math.inf)
-
-
-def test_the_gradient_of_the_head_is_handed_over_once_a_step(models, untied, texts, tmp_path):
-    """Of a head of its own, as all other tests do of one that is the embedding too; or more often.
+def test_same_gradient_tied_or_not_tiled_or_not_handed_over_once_or_often(
+        models, untied, texts, tmp_path):
+    """The head's, once a step where it has weights of its own; all other tests do so where it is
+    the embedding too.
 
     The step before leaves nothing in the next.
     """
     samples = uneven_samples(texts)
+    tiled = [Layout(2, 2, 2, LEAN), *[Layout(stage, 1, 4) for stage in ALL_STAGES]]
+    untiled = [Layout(1, 2, 2), Layout(3, 1, 4, LEAN)]
+    cases = [Case("alm"), Case("gold")]
     for student, choice in ((models[0], "micro_batch"), (untied, "window")):
-        flags = flags_for(models, texts, tmp_path, student=str(student), head_gradient=choice)
+        flags = flags_for(models, texts, tmp_path, student=str(student), head_gradient=choice,
+                          kd_weight=1.0, ce_weight=1.0, activation_checkpointing=True)
         expected = references_of(flags, ["gold", "alm"], samples)
-        layouts = [Layout(stage, 1, 4) for stage in ALL_STAGES]
-        check_steps(expected, 2, flags, samples, layouts, [Case("alm"), Case("gold")])
+        check_steps(expected, 2, flags, samples, tiled, cases)
+        check_steps(expected, 2, flags | {"tiled": False}, samples, untiled, cases[1:], math.inf)
 
 
 @pytest.mark.parametrize("more, tolerance", [
@@ -244,13 +225,9 @@ def test_a_window_with_an_optimizer_in_host_memory_and_in_bfloat16(
             jobs[output] = [*flags, f"--student={student}", f"--head_gradient={choice}",
                             f"--output_dir={output}"]
     assert ranks.run(2, run_distill, list(jobs.values())) == [[0] * 4] * 2
-    curves = []
-    for output in jobs:
-        lines = [line for line in losses_of(output) if "loss" in line]
-        curves.append([value for line in lines for value in (line["loss"], line["grad_norm"])])
-    assert len(curves[0]) == 6
+    curves = [losses_of(output) for output in jobs]
     for window, micro_batch in (curves[:2], curves[2:]):
-        assert window == pytest.approx(micro_batch, rel=tolerance)
+        check_same_curve(window, micro_batch, tolerance)
 
 
 @pytest.mark.parametrize("choice, memory_mib, stage, expected", [
@@ -292,16 +269,11 @@ class LargestTensor(TorchDispatchMode):
         return result
 
 
-class Sizes(NamedTuple):
-    """Numbers in the largest tensor of a step, and in all logits of the student and the teacher."""
-
-    largest: int
-    student_logits: int
-    teacher_logits: int
-
-
-def step_sizes(flags, samples, changes):
-    sizes = []
+def largest_tensors(flags, samples, changes):
+    """Return, for steps, their largest tensor as a share of all logits of the student or the
+    teacher, whichever are fewer.
+    """
+    shares = []
     for change in changes:
         state, inputs = job_for(flags | change)
         batch = small_collator(state.cfg, inputs, state.device)(samples)
@@ -310,8 +282,8 @@ def step_sizes(flags, samples, changes):
             distill.train_step(state, [batch])
         student_logits = batch.student.ids.numel() * state.vocab
         teacher_logits = teacher.ids.numel() * len(state.teachers[0].encoder.table)
-        sizes.append(Sizes(largest.numel, student_logits, teacher_logits))
-    return sizes
+        shares.append(largest.numel / min(student_logits, teacher_logits))
+    return shares
 
 
 def test_no_logits_of_all_positions_exist(models, texts, tmp_path):
@@ -321,13 +293,12 @@ def test_no_logits_of_all_positions_exist(models, texts, tmp_path):
     samples = uneven_samples(texts)
     changes = [{"loss": loss} for loss in ("piece_kl", "projection_kl", "gold", "uld")]
     changes.append({"tiled": False})
-    *tiled, untiled = ranks.run(1, step_sizes, flags, samples, changes)[0]
+    *tiled, untiled = ranks.run(1, largest_tensors, flags, samples, changes)[0]
     shards = [{"loss": loss, "sequence_parallel": 2} for loss in ("piece_kl", "gold")]
-    for sizes in ranks.run(2, step_sizes, flags, samples, shards):
-        tiled += sizes
-    for sizes in tiled:  # the largest one is a layer of the models
-        assert sizes.largest < 0.5 * min(sizes.student_logits, sizes.teacher_logits)
-    assert untiled.largest >= max(untiled.student_logits, untiled.teacher_logits)
+    for shares in ranks.run(2, largest_tensors, flags, samples, shards):
+        tiled += shares
+    assert max(tiled) < 0.5  # it is a layer of the models
+    assert untiled >= 1
 
 
 # --- teachers -------------------------------------------------------------------------------------
@@ -346,14 +317,10 @@ TEACHERS = [
 BYTES_PER_TOKEN = {"hidden": 32 * 4, "logits": 500 * 4, "topk": 501 * (4 + 4) + 24}
 
 
-def test_same_loss_and_gradient_wherever_the_teacher_is(models, texts, tmp_path):
-    flags = flags_for(models, texts, tmp_path, kd_weight=1.0, ce_weight=1.0)
-    samples = uneven_samples(texts)
-    cases = [Case("piece_kl"), Case("projection_kl")]
-    expected = references_of(flags, [case.loss for case in cases], samples)
+def test_same_loss_and_gradient_wherever_the_teacher_is(check):
     layouts = [Layout(2, 1, 2, changes) for changes in TEACHERS]
-    results = check_steps(expected, 4, flags, samples, layouts, cases)
-    assert len(results) == len(cases) * len(TEACHERS)
+    results = check({4: layouts}, ["piece_kl", "projection_kl"], kd_weight=1.0, ce_weight=1.0)
+    assert len(results) == 2 * len(TEACHERS)
     for result in results:
         output = result.layout.flags.get("teacher_output", "hidden")
         assert result.metrics["teacher_output_bytes"] == BYTES_PER_TOKEN[output], result.layout
@@ -416,33 +383,20 @@ def test_the_mean_of_teachers_with_one_tokenizer(models, untied, texts, tmp_path
         assert result.metrics["teacher_output_bytes"] == 4 * 32 + 4 * 350
 
 
-def student_use(flags, samples):
-    """Return how often the student encodes each text of a step, and runs in a micro-batch."""
+def student_passes(flags, samples):
+    """Return the micro-step of every pass of the student in a step of two."""
     layout = Layout(2, 4, 2)
     state, inputs = start_layout(flags, layout)
-    encode = inputs.student.encode
-    encoded = Counter()
-    forwards = Counter()
-
-    def counting_encode(texts):
-        encoded.update(texts)
-        return encode(texts)
-
-    inputs.student.encode = counting_encode
     collator = small_collator(state.cfg, inputs, state.device)
+    passes = []
     state.engine.module.model.base_model.register_forward_hook(
-        lambda *_: forwards.update([state.engine.micro_steps]))
-    micro_batches = [collator(texts) for texts in texts_of_rank(samples, layout)]
-    assert all(len(batch.teachers) == 3 for batch in micro_batches)
-    distill.train_step(state, micro_batches)
-    return encoded, forwards
+        lambda *_: passes.append(state.engine.micro_steps))
+    distill.train_step(state, [collator(texts) for texts in texts_of_rank(samples, layout)])
+    return passes
 
 
 def test_three_teachers_share_one_student(models, untied, texts, tmp_path):
-    """The student encodes each text once and runs once, however many teachers there are."""
+    """It runs once in a micro-batch; test_batch.py sees that it encodes each text once."""
     teachers = several_teachers(models, untied, sharded=False)[:3]
     flags = flags_for(models, texts, tmp_path, teacher="", teachers=json.dumps(teachers))
-    samples = uneven_samples(texts)
-    [(encoded, forwards)] = ranks.run(1, student_use, flags, samples)
-    assert encoded == Counter(text for text in samples if text is not None)
-    assert sorted(forwards.values()) == [1, 1]
+    assert ranks.run(1, student_passes, flags, uneven_samples(texts)) == [[0, 1]]

@@ -1,5 +1,7 @@
 """Properties of every loss of every_loss.py, on each path that computes it; teacher_mixing.py."""
 
+import inspect
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -262,37 +264,28 @@ def test_wrong_input_is_one_line():
     tables = LossTables.of(case)
     x, y = case.x, case.y
     next_S, next_T, chunk_S, chunk_T = case.ids
-    logits = dict(student_logits_BSV=x, teacher_logits_BTW=y)
-    chunk = dict(student_chunk_BS=chunk_S, teacher_chunk_BT=chunk_T)
-    following = dict(student_next_BS=next_S, teacher_next_BT=next_T)
-    weight = {"weight_BS": torch.ones(next_S.shape)}
-    logp = torch.zeros(next_S.shape)
-    sample = torch.zeros_like(next_S)
     mask = chunk_S >= 0
-    both = dict(student_logits_BSV=x, teacher_logits_BSV=x.detach() / 2, mask_BS=mask) | weight
-    projection = dict(indices_VK=tables.indices, likelihoods_VK=tables.likelihoods)
-    common = dict(zip(("common_V", "common_W"), tables.common))
-    ids = following | chunk
-    read = {"student_ids_BS": next_S}
-    listed = {"nodes": nodes.list_nodes(next_S, *case.ids, tables.translation)}
-    cells = {"tables": tables.translation}
-    teacher = {"teacher_logits_BTW": y}
-    calls = [
-        (policy_losses.prefix_ratio,
-         dict(logp_BS=logp, old_logp_BS=logp, mask_BS=mask, sample_BS=sample)),
-        (losses.next_token_cross_entropy, dict(logits_BSV=x, labels_BS=next_S) | weight),
-        (losses.alm, logits | ids | weight),
-        (losses.uld, logits | ids | weight),
-        (losses.projection_kl, logits | chunk | projection | weight),
-        (losses.gold, logits | chunk | common | weight),
-        (losses.teacher_importance, teacher | {"teacher_chunk_BT": chunk_T}),
-        (nodes.list_nodes, read | ids | cells),
-        (translation.translated, logits | listed | cells | weight),
-        (translation.cell_coverage, teacher | listed | cells),
-    ]
-    calls += [(getattr(losses, name), both) for name in COEFFICIENTS]
-    for function, arguments in calls:
-        check_wrong_input(function, arguments, [*projection, *common])
+    no_positions = dict(
+        indices_VK=tables.indices, likelihoods_VK=tables.likelihoods,
+        common_V=tables.common[0], common_W=tables.common[1])
+    tensors = no_positions | dict(
+        student_logits_BSV=x, teacher_logits_BTW=y, logits_BSV=x, labels_BS=next_S,
+        student_ids_BS=next_S, student_next_BS=next_S, teacher_next_BT=next_T,
+        student_chunk_BS=chunk_S, teacher_chunk_BT=chunk_T, mask_BS=mask,
+        weight_BS=torch.ones(next_S.shape), logp_BS=torch.zeros(next_S.shape),
+        old_logp_BS=torch.zeros(next_S.shape), sample_BS=torch.zeros_like(next_S),
+        nodes=nodes.list_nodes(next_S, *case.ids, tables.translation), tables=tables.translation)
+    for function in (
+        policy_losses.prefix_ratio, losses.next_token_cross_entropy, losses.alm, losses.uld,
+        losses.projection_kl, losses.gold, losses.teacher_importance, nodes.list_nodes,
+        translation.translated, translation.cell_coverage,
+    ):
+        names = inspect.signature(function).parameters.keys() & tensors.keys()
+        check_wrong_input(function, {name: tensors[name] for name in names}, no_positions)
+    for name in COEFFICIENTS:
+        check_wrong_input(getattr(losses, name), dict(
+            student_logits_BSV=x, teacher_logits_BSV=x.detach() / 2, mask_BS=mask,
+            weight_BS=tensors["weight_BS"]), [])
     with pytest.raises(ValueError, match="the same vocabulary"):
         losses.forward_kl(x, x[..., :-1], None)
     with pytest.raises(ValueError, match="teacher_chunk has the shape"):
