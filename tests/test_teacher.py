@@ -349,34 +349,6 @@ def test_quantized_weights_stay_whole_and_an_adapter_is_sharded_by_zero3_alone()
         resolve_engine("tensor_parallel", 2, LLAMA, 2, is_adapter=True)
 
 
-@pytest.mark.parametrize("bits, tolerance", [(8, 0.05), (4, 0.4)])
-def test_a_quantized_teacher_says_nearly_what_the_whole_one_says(tmp_path, bits, tolerance):
-    """Runs where bitsandbytes is installed, which nothing here needs."""
-    pytest.importorskip("bitsandbytes", reason="the optional bitsandbytes is absent")
-    from transformers import BitsAndBytesConfig
-
-    torch.manual_seed(0)
-    shape = dict(hidden_size=64, intermediate_size=128, num_hidden_layers=2, vocab_size=96,
-                 num_attention_heads=4, num_key_value_heads=2, initializer_range=0.1)
-    whole = AutoModelForCausalLM.from_config(AutoConfig.for_model("llama", **shape)).eval()
-    whole.save_pretrained(tmp_path / "whole")
-    quantization = BitsAndBytesConfig(load_in_8bit=bits == 8, load_in_4bit=bits == 4)
-    packed = AutoModelForCausalLM.from_pretrained(
-        tmp_path / "whole", quantization_config=quantization, device_map={"": "cpu"})
-    packed.save_pretrained(tmp_path / "packed")
-    check_weights("teacher", str(tmp_path / "packed"))
-    teacher = load_replicated(ModelSpec(
-        path=str(tmp_path / "packed"), vocab=96, dtype="float32", device=torch.device("cpu")))
-    ids = torch.arange(24)[None] * 3 % 96
-    with torch.no_grad():
-        expected = whole(input_ids=ids).logits[0]
-    logits = teacher.read(ids)(torch.arange(24))
-    error = float((logits - expected).norm() / expected.norm())
-    assert 0 < error < tolerance
-    with pytest.raises(ValueError, match=r"--teacher_offload: .* is quantized"):
-        load_replicated(ModelSpec(path=str(tmp_path / "packed"), vocab=96, offload=True))
-
-
 # --- compiled -------------------------------------------------------------------------------------
 
 
