@@ -3,7 +3,7 @@
     git worktree add ../before HEAD~1
     (cd ../before && python tests/same_numbers.py record ../numbers/before)
     python tests/same_numbers.py record ../numbers/after
-    python tests/same_numbers.py compare ../numbers/before ../numbers/after [--renames a=b,c=d]
+    python tests/same_numbers.py compare ../numbers/before ../numbers/after
 
 The runs cover ZeRO 0-3, data and sequence parallelism, sharded and remote teachers, packing, routed
 teachers, chats, a learned projection, top-k teacher outputs, most losses, ensembles and resume.
@@ -116,16 +116,8 @@ def record(folder):
             print(f"{name}: exit codes {codes}, {lines} lines", flush=True)
 
 
-def renamed(key, new_names):
-    """Return the new name of a metric such as eval/kd/teacher."""
-    prefix = "eval/" if key.startswith("eval/") else ""
-    metric, slash, teacher = key.removeprefix("eval/").partition("/")
-    return prefix + new_names.get(metric, metric) + slash + teacher
-
-
-def compare(before, after, renames=""):
+def compare(before, after):
     """Print every metric that differs; exit code 1 if there is one."""
-    new_names = dict(pair.split("=") for pair in renames.split(",")) if renames else {}
     differences = 0
     values = 0
     for name in RUNS:
@@ -137,7 +129,7 @@ def compare(before, after, renames=""):
         for old, new in zip(old_lines, new_lines):
             for key in old:
                 values += 1
-                value = new.get(renamed(key, new_names))
+                value = new.get(key)
                 if old[key] != value:
                     print(f"{name}, step {old['step']}: {key} was {old[key]!r}, is {value!r}")
                     differences += 1
@@ -147,6 +139,4 @@ def compare(before, after, renames=""):
 
 if __name__ == "__main__":
     command, *arguments = sys.argv[1:]
-    if "--renames" in arguments:
-        arguments.remove("--renames")
     raise SystemExit({"record": record, "compare": compare}[command](*arguments))

@@ -5,8 +5,6 @@ import csv
 import gzip
 import http.server
 import json
-import math
-import shutil
 import threading
 
 import datasets
@@ -27,7 +25,6 @@ from isogloss.data.sample import TextEncoder
 from isogloss.distill import Config
 from isogloss.errors import DataError
 from isogloss.inputs import load_data
-from jobs import ds_config, losses_of, run_all
 from test_chat import with_templates
 from test_chat_rows import ANSWER, CALL, TOOL, USER, WITH_TOOLS
 
@@ -479,45 +476,9 @@ def test_tools_and_prompts_reach_the_examples(tmp_path, tokenizers):
     source = write_rows(tmp_path / "a.jsonl", rows)
     for streaming in (False, True):
         data = run_data(student, source, prompt_key="chat", completion_key="then",
-                        streaming=streaming)
-        [example] = [data.reader(row) for row in data.train_data]
-        assert example.content == [USER, ANSWER] and example.context == 1
-        assert example.tools == [TOOL]
-
-
-# --- whole runs -----------------------------------------------------------------------------------
-
-
-@pytest.mark.slow
-def test_runs_learn_from_data_as_people_have_it(models, tmp_path):
-    """Chats with tools, as a stream too; prompts and completions; held-out rows of their own."""
-    student, teacher = [shutil.copytree(model, tmp_path / model.name) for model in models]
-    for folder in (student, teacher):
-        (folder / "chat_template.jinja").write_text(WITH_TOOLS)
-    chats = [PLAIN, WITH_CALL, PARTS, CHATS["sharegpt"][0]]
-    rows = [{"chat": chat, "tools": [TOOL]} for chat in chats] * 2
-    write_rows(tmp_path / "chats" / "train.jsonl", rows)
-    write_rows(tmp_path / "chats" / "test.jsonl", rows[:3])
-    pairs = [{"q": f"What is {n}? ", "a": f"The value {n} of the list."} for n in range(8)]
-    pairs = write_rows(tmp_path / "pairs.jsonl", pairs)
-    chat_flags = [f"--data={tmp_path / 'chats'}", "--text_key=chat", "--eval_split=test",
-                  '--template_kwargs={"thinks": false}']
-    flags = {"mapped": chat_flags, "streamed": [*chat_flags, "--streaming", "--eval_rows=3"],
-             "written": [f"--data={pairs}", "--prompt_key=q", "--completion_key=a",
-                         f"--eval_data={pairs}", "--eval_rows=3", "--on_policy=0.5",
-                         "--rollout_tokens=8"]}
-    base = [f"--student={student}", f"--teacher={teacher}", "--max_length=200", "--steps=2",
-            "--num_workers=0", f"--ds_config={ds_config(tmp_path / 'ds.json', 0, 4, 1)}"]
-    run_all(1, *[[*base, *words, f"--output_dir={tmp_path / name}"]
-                 for name, words in flags.items()])
-    held_out = {}
-    for name in flags:
-        log = losses_of(tmp_path / name, -1)
-        losses = [line["loss"] for line in log if "loss" in line]
-        assert len(losses) == 2 and all(map(math.isfinite, losses)), name
-        evaluations = [line for line in log if "eval/student_bits_per_byte" in line]
-        assert [line["step"] for line in evaluations] == [0, 2], name
-        assert all(line.get("skipped_chats", 0) == 0 for line in log), name
-        held_out[name] = evaluations[0]["eval/student_bits_per_byte"]
-    # the rows that are held out are the same, whatever is trained on
-    assert held_out["mapped"] == held_out["streamed"]
+                        streaming=streaming, eval_data=source, eval_rows=1)
+        for side, reader in ((data.train_data, data.reader),
+                             (data.held_out_data, data.held_out_reader)):
+            [example] = map(reader, side)
+            assert example.content == [USER, ANSWER] and example.context == 1
+            assert example.tools == [TOOL]

@@ -33,16 +33,7 @@ from isogloss.projection_tools import generate
 from isogloss.projection_tools.tokenizers import load_tokenizer
 from isogloss.student.engine import load_student
 from isogloss.teachers.model import ModelSpec, load_replicated
-from jobs import ds_config, losses_of, run_distill
 from wrong_input import check_one_line, error_line, good_line, outcomes
-
-
-def without_weights(model, folder):
-    """Return a copy of a model's directory that holds no weights."""
-    target = folder / "no_weights"
-    shutil.copytree(model, target, ignore=shutil.ignore_patterns("*.safetensors"))
-    return target
-
 
 # --- from scratch ---------------------------------------------------------------------------------
 
@@ -77,7 +68,9 @@ def equal(one, other):
 
 @pytest.mark.slow
 def test_random_weights_depend_on_the_seed_alone(models, tmp_path):
-    student = str(without_weights(models[0], tmp_path))
+    student = str(tmp_path / "no_weights")
+    shutil.copytree(models[0], student, ignore=shutil.ignore_patterns("*.safetensors"))
+    check_random(student)
     on_ranks = ranks.run(2, random_students, student, [(1, 2), (1, 3), (2, 3)])
     whole, partitioned, other_seed = on_ranks[0]
     for one, other in zip(*on_ranks):
@@ -88,22 +81,6 @@ def test_random_weights_depend_on_the_seed_alone(models, tmp_path):
     deviation = json.loads((models[0] / "config.json").read_text())["initializer_range"]
     assert abs(embedding.std() / deviation - 1) < 0.05
     assert (partitioned["model.norm.weight"] == 1).all()
-
-
-@pytest.mark.slow
-def test_a_run_from_scratch(models, texts, tmp_path):
-    """It trains at ZeRO 3, resumes, and is another run than one without the flag."""
-    student = without_weights(models[0], tmp_path)
-    flags = [*good_line(models, texts, tmp_path), f"--student={student}", "--save_every=1",
-             f"--ds_config={ds_config(tmp_path / 'ds.json', 3, 2, 1)}"]
-    runs = [
-        [*flags, "--steps=2", "--from_scratch", f"--output_dir={tmp_path / 'whole'}"],
-        [*flags, "--steps=1", "--from_scratch", f"--output_dir={tmp_path / 'resumed'}"],
-        [*flags, "--steps=2", "--from_scratch", f"--output_dir={tmp_path / 'resumed'}"],
-        [*flags, "--steps=2", f"--student={models[0]}", f"--output_dir={tmp_path / 'resumed'}"],
-    ]
-    assert ranks.run(2, run_distill, runs) == [[0, 0, 0, 2]] * 2
-    assert losses_of(tmp_path / "whole") == losses_of(tmp_path / "resumed")
 
 
 # --- code that comes with a model -----------------------------------------------------------------

@@ -554,12 +554,7 @@ def test_wrong_command_lines_end_with_one_line(models, tmp_path, capsys):
     no_model = f"--embedding-model={tmp_path}"
     for module, argv, message in (
         (build, [out], "--student is missing"),
-        (build, [*pair, out, "--topk=3"], "unknown flag --topk; did you mean --top_k?"),
-        (build, [*pair, out, "--student_mode=a"], "--student_mode; did you mean --student?"),
-        (build, [*pair, out, "--top-k=0"], "expected 1 or more"),
-        (build, [*pair, out, "--top-k=many"], "--top_k=many: expected int, got str"),
         (build, [student, f"--teacher={tmp_path}", out], "its tokenizer cannot be loaded"),
-        (build, [student, f"--teacher-model={tmp_path}", out], f"{tmp_path}: its tokenizer"),
         (generate, [*pair, out, no_model], f"--embedding_model {tmp_path}: its tokenizer cannot"),
         (cut, [*pair, out, bad], "not a readable file of tables"),
         (show, [*pair, f"--projection={tmp_path / 'no.pt'}"], "no such file"),

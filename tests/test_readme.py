@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from conftest import ROOT, asset
-from isogloss import cache, demo, demo_report, export, plot
+from isogloss import cache, export, plot
 from isogloss.align import TokenTable
 from isogloss.config import Config
 from isogloss.data.batch import Collator, PairOptions
@@ -89,12 +89,6 @@ def test_the_readme_is_short():
     assert "Several GPUs: not measured" in README.split("\n- ")[0]  # what is missing: first screen
 
 
-def test_targets_that_the_readme_names_exist():
-    makefile = (ROOT / "Makefile").read_text()
-    for target in re.findall(r"`(?:\w+=\S+ |SEEDS=\"[\d ]+\" )?make ([\w-]+)`", README):
-        assert re.search(rf"^{target}:", makefile, re.M), target
-
-
 @pytest.mark.parametrize("page", [page for page in PAGES if commands(page.read_text())],
                          ids=lambda page: str(page.relative_to(ROOT)))
 def test_every_command_of_a_page_is_understood(page, monkeypatch):
@@ -122,13 +116,16 @@ def test_every_command_of_a_page_is_understood(page, monkeypatch):
             assert (ROOT / words[1]).is_file()
 
 
-def test_flags_that_the_text_names_exist():
+def test_flags_and_targets_that_the_text_names_exist():
     known = {*Config.__dataclass_fields__, "help"}
     for tool in (build, show, cells, cache, export, plot):
         known |= set(tool.Args.__dataclass_fields__)
     known |= {"show", "html"}  # of align.py
     for flag in re.findall(r"`--([a-z]\w*)", README + RUNNING + LIMITS + DEMO + ARCHITECTURE):
         assert flag in known, flag
+    makefile = (ROOT / "Makefile").read_text()
+    for target in re.findall(r"`(?:\w+=\S+ |SEEDS=\"[\d ]+\" )?make ([\w-]+)`", README):
+        assert re.search(rf"^{target}:", makefile, re.M), target
 
 
 def test_the_alignment_that_the_quick_start_shows():
@@ -252,21 +249,6 @@ def definitions(tree, prefix=""):
             yield from definitions(node, prefix)
 
 
-def test_the_tables_of_the_demo_have_the_form_of_its_output():
-    tables = []
-    for block in code_blocks("text", DEMO):
-        tables.append([cells_of(line) for line in block.splitlines() if line.startswith("|")])
-    evaluation = dict.fromkeys(
-        ("eval/student_bits_per_byte", "eval/teacher_bits_per_byte",
-         "eval/rollout/reverse_kl_per_byte", "eval/rollout/repeated_4grams"), 0.5)
-    run = demo_report.Run(demo_report.NO_TEACHER, 0, [1.0], [evaluation])
-    printed = demo_report.table([run]), demo_report.writing_table(run, 1.0)
-    for shown, table in zip(tables, printed, strict=True):
-        assert shown[0] == cells_of(table.splitlines()[0])
-    assert [row[0] for row in tables[0] if row[1].isdigit()] == list(demo.ARMS)
-    assert [row[0] for row in tables[1]][2:] == ["before", "after"]
-
-
 def test_every_stop_can_be_found():
     """A stop is written as `file.py` `function`; a second one of the same file repeats the file."""
     stops = re.findall(r"`([\w/]+\.py)`\s+`([\w.]+)`", ARCHITECTURE)
@@ -298,9 +280,3 @@ def test_the_text_that_is_followed():
     assert counts.split(maxsplit=1)[1] == (
         f"tokens {batch.counts.tokens}, text_bytes {batch.counts.text_bytes}, "
         f"kd_terms {pair.kd_terms}, aligned_bytes {pair.aligned_bytes}")
-
-
-def test_the_search_path_is_nobodys():
-    for pattern in ("*.py", "isogloss/**/*.py", "projection_tools/*.py"):
-        for path in ROOT.glob(pattern):
-            assert "sys.path" not in path.read_text(), path

@@ -8,13 +8,11 @@ import pytest
 import torch
 
 import ranks
-from conftest import GOLDEN, asset
+from conftest import GOLDEN
 from hub_copies import copy_lambada, needs_lm_eval
-from isogloss.data.sample import TextEncoder
 from isogloss.evaluation.task_model import TaskEncoder
 from isogloss.evaluation.task_suite import load_suite
 from isogloss.evaluation.tasks import TaskOptions
-from isogloss.projection_tools.tokenizers import load_tokenizer
 from jobs import ds_config, losses_of, run_distill
 
 pytestmark = pytest.mark.slow
@@ -33,20 +31,6 @@ TOOLS = [{"type": "function", "function": {"name": "get_weather", "parameters": 
 CITIES = ("Paris London Rome Madrid Vienna Athens Dublin Lisbon Prague Warsaw Berlin Tokyo Cairo "
           "Lima Oslo Quito Delhi Seoul Havana Nairobi").split()
 HELD_OUT = "Boston Geneva Sydney Milan".split()
-
-
-def flags(folder, student, teacher, data, lr=5e-4, **more):
-    config = ds_config(folder / "ds.json", 1, 2, 1, bf16={"enabled": True},
-                       optimizer={"type": "AdamW", "params": {"lr": lr, "torch_adam": True}})
-    base = [f"--student={student}", f"--teacher={teacher}", f"--data={data}",
-            f"--ds_config={config}", "--num_workers=0", "--teacher_dtype=bfloat16",
-            f"--output_dir={folder / 'run'}"]
-    return base + [f"--{key}={value}" for key, value in more.items()]
-
-
-def write_rows(path, column, rows):
-    path.write_text("".join(json.dumps({column: row}) + "\n" for row in rows))
-    return path
 
 
 def loaded(folder, dtype=torch.bfloat16):
@@ -75,8 +59,11 @@ def test_an_adapter_learns_to_think_to_call_and_to_stop(smollm2, tmp_path):
     data = tmp_path / "chats.jsonl"
     data.write_text("".join(json.dumps({"text": chat, "tools": TOOLS}) + "\n" for chat in chats))
     export = tmp_path / "student"
-    command = flags(tmp_path, model, model, data, lr=1e-3, max_length=200, steps=16, lora_r=16,
-                    kd_weight=0.02, merge=True, export=export)
+    config = ds_config(tmp_path / "ds.json", 1, 2, 1, bf16={"enabled": True})
+    command = [f"--student={model}", f"--teacher={model}", f"--data={data}", "--max_length=200",
+               f"--ds_config={config}", "--num_workers=0", "--teacher_dtype=bfloat16",
+               "--steps=16", "--lora_r=16", "--kd_weight=0.02", "--merge", f"--export={export}",
+               f"--output_dir={tmp_path / 'run'}"]
     assert ranks.run(1, run_distill, [command]) == [[0]]
     first, *_, last = losses_of(tmp_path / "run")
     assert abs(first["kd"]) < 1e-3
@@ -100,31 +87,6 @@ def test_an_adapter_learns_to_think_to_call_and_to_stop(smollm2, tmp_path):
         assert call["name"] == "get_weather"
         num_right += call["arguments"] == {"city": city}
     assert num_right >= 3
-
-
-def test_what_it_writes_has_the_probabilities_that_are_logged(smollm2, tmp_path):
-    """On-policy with a teacher of another tokenizer: the rollouts of the untrained student."""
-    data = write_rows(tmp_path / "texts.jsonl", "text",
-                      ["The sun rises in the east and sets in the west.",
-                       "Water boils at one hundred degrees, and it freezes at zero."])
-    command = flags(tmp_path, smollm2, asset("models", "stories260K"), data, max_length=48,
-                    steps=1, lora_r=4, on_policy=1, rollout_log=2, prompt_tokens=6,
-                    rollout_tokens=8)
-    assert ranks.run(1, run_distill, [command]) == [[0]]
-    [line] = losses_of(tmp_path / "run")
-    assert line["kd"] > 0 and 0 < line["rollout/length"] <= 8
-    model, _ = loaded(smollm2)
-    encoder = TextEncoder(*load_tokenizer("student", str(smollm2)), 48)
-    records = (tmp_path / "run" / "rollouts.jsonl").read_text().splitlines()
-    assert len(records) == 2
-    for record in map(json.loads, records):
-        before = encoder.encode([record["prompt"]])[0][:-1]  # without eos
-        ids = torch.tensor([*before, *record["ids"]])
-        with torch.no_grad():
-            logp = model(ids[None, :-1]).logits[0].float().log_softmax(-1)
-        nats = -logp[len(before) - 1 :].gather(1, ids[len(before) :, None]).sum()
-        per_byte = float(nats) / len(record["text"].encode())
-        assert record["student_nats_per_byte"] == pytest.approx(per_byte, rel=0.05, abs=0.05)
 
 
 @needs_lm_eval

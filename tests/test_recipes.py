@@ -23,7 +23,7 @@ LARGE = [path for path in LARGE if path.name != "architectures.yaml"]
 TINY = sorted((ROOT / "recipes" / "tiny").glob("*.yaml"))
 # The others are read alone here: jobs of these features run in other tests.  A pipeline comes last,
 # because DeepSpeed keeps its layout for all later engines of a process.
-RUN = ("adapter", "chats", "completions", "sharded", "teachers", "pipeline")
+RUN = ("adapter", "chats", "completions", "from_scratch", "sharded", "teachers", "pipeline")
 README = (ROOT / "recipes" / "README.md").read_text()
 
 
@@ -76,13 +76,8 @@ def test_recipes_of_published_runs_are_those_runs():
         rates.append(schedule.get_last_lr()[0])
     expected = [5e-5 * (0.02 + 0.98 * step / 250) for step in range(100)]
     assert rates == pytest.approx(expected)
-    assert sum(rates) / 100 == pytest.approx(1.1e-5, abs=5e-7)
-    published = {"qwen3_4b_to_llama_3.2_1b": "39.23 after, 4.07 s a step, 29.5 GB",
-                 "phi4_mini_llama_3b_to_llama_3.2_1b": "40.24\n# after, 6.65 s a step"}
-    for name, words in published.items():
-        text = (ROOT / "recipes" / f"{name}.yaml").read_text()
-        flags = yaml.safe_load(text)
-        assert words in text
+    for name in ("qwen3_4b_to_llama_3.2_1b", "phi4_mini_llama_3b_to_llama_3.2_1b"):
+        flags = yaml.safe_load((ROOT / "recipes" / f"{name}.yaml").read_text())
         assert (flags["join_rows"], flags["max_length"], flags["steps"]) == (16384, 2048, 100)
         assert flags["ds_config"] == "recipes/ds_96.json" and flags["eval_task_shots"] == 3
 

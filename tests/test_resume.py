@@ -74,7 +74,7 @@ def test_what_cannot_change_the_result_may_change_when_a_run_resumes(refusal, tm
         assert refusal(first, then) == "", then
     for first, then in [
         ({}, {"temperature": 2.0}), ({}, {"seed": 1}), ({}, {"max_length": 9}),
-        ({}, {"join_rows": 9}),
+        ({}, {"join_rows": 9}), ({"from_scratch": True}, {}),
         ({}, {"teacher_dtype": "float32"}), (teachers, changed(0, dtype="float32")),
         (teachers, changed(1, weight=1.5)), (teachers, changed(1, loss="uld")),
         (teachers, {"teachers": json.dumps(TEACHERS[::-1])}), (teachers, changed(0, model="C")),

@@ -10,14 +10,13 @@ import numpy as np
 import pytest
 import torch
 
-from isogloss import distill, losses
+from isogloss import distill
 from isogloss.align import TokenTable
 from isogloss.data.batch import Collator, PairOptions
 from isogloss.data.batch_types import Batch, Example, StudentBatch
 from isogloss.data.rollouts import Prompter, Rollout, SkippedPrompt, completed
 from isogloss.data.sample import TextEncoder
 from isogloss.job.counts import Counts
-from isogloss.objective import loss_table
 from isogloss.rollout import Completion
 from isogloss.translation import CellColumns, going_on, root_target
 from isogloss.writing import on_policy
@@ -25,7 +24,7 @@ from isogloss.writing.rollout_ratio import RatioSums, rollout_ratio
 from test_batch import rows_of, sub_tiles_of
 from test_chat import collator
 from test_ends import CHATML
-from tokens import pair_of, translation_of
+from tokens import translation_of
 
 TEXT = "Once there was a crème brûlée, and 12.50 € on the table."
 
@@ -273,8 +272,12 @@ def test_no_control_token_reaches_a_teacher(encoders):
 def test_what_was_written_stands_at_the_positions_that_predict_it(encoders, pack):
     """Log-probabilities, and tiles, which hold rollouts or data; the same after a way as JSON."""
     rollout = rollout_of(encoders[0], TEXT, 5)
+    chat = dict(messages=[{"role": "user", "content": "Hm?"}], tools=[{"type": "function"}])
+    rollout.prompt = dataclasses.replace(rollout.prompt, **chat)
+    read = Rollout.from_plain(json.loads(json.dumps(rollout.to_plain())))
+    assert dict(messages=read.prompt.messages, tools=read.prompt.tools) == chat
     batches = []
-    for written in (rollout, Rollout.from_plain(json.loads(json.dumps(rollout.to_plain())))):
+    for written in (rollout, read):
         collate = collator(encoders, pack=pack, tile_mib=0.05)
         batches.append(collate([TEXT, written, TEXT[:30]]))
     batch, other = batches
@@ -295,15 +298,6 @@ def test_what_was_written_stands_at_the_positions_that_predict_it(encoders, pack
     assert torch.equal(batch.student.ids, other.student.ids)
     assert logp.nan_to_num().equal(other.student.logp.nan_to_num())
     assert batch.counts == other.counts
-
-
-def test_json_keeps_the_chat_of_a_rollout(encoders):
-    rollout = rollout_of(encoders[0], TEXT, 5)
-    chat = [{"role": "user", "content": "Weather?"}], [{"type": "function"}]
-    prompt = dataclasses.replace(rollout.prompt, messages=chat[0], tools=chat[1])
-    plain = dataclasses.replace(rollout, prompt=prompt).to_plain()
-    read = Rollout.from_plain(json.loads(json.dumps(plain))).prompt
-    assert (read.messages, read.tools) == chat
 
 
 def test_counts_of_rollouts(encoders):
@@ -345,22 +339,16 @@ def chat_encoders(texts):
 
 def test_a_chat_goes_on_where_the_assistant_speaks(chat_encoders):
     student, teacher = chat_encoders
-    prompt, rollout, cut = answers(student)
+    prompt = prompter(student).prompt(Example(CHAT), (0, 0))
+    answer = student.tokenizer("It is 12.50.", add_special_tokens=False)["input_ids"]
+    rollout = sampled(student, prompt, [*answer, student.table.end_of_turn], ended=True)
     assert prompt.text.endswith("<|im_start|>assistant\n") and "12.50" not in prompt.text
     collate = collator(chat_encoders)
     found = chunks_of(collate([rollout]))
     # the same chunks as if the data had said so, the end of the turn included
     assert found == chunks_of(collate([CHAT]))
     assert found[-1] == ([student.table.end_of_turn], [teacher.table.end_of_turn])
-    assert chunks_of(collate([cut])) == found[:-1]
-
-
-def answers(student):
-    """Return (prompt of a chat, the Rollout that answers it, the same without its end)."""
-    prompt = prompter(student).prompt(Example(CHAT), (0, 0))
-    answer = student.tokenizer("It is 12.50.", add_special_tokens=False)["input_ids"]
-    whole = sampled(student, prompt, [*answer, student.table.end_of_turn], ended=True)
-    return prompt, whole, sampled(student, prompt, answer)
+    assert chunks_of(collate([sampled(student, prompt, answer)])) == found[:-1]
 
 
 def test_the_first_token_of_an_answer_has_one_target_whatever_is_learned_of_the_chat(
@@ -393,51 +381,14 @@ def test_chats_without_an_answer_or_a_question_give_no_prompt(chat_encoders):
 # --- ends of turns --------------------------------------------------------------------------------
 
 
-def end_gradients(chat_encoders, loss, rollout, surprise):
-    """Return (L,) d loss / d logit of the student's end of turn, at every position of a rollout.
-
-    Args:
-        surprise: added to the teacher's logit of its own end of turn where it has to predict that.
-    """
+def test_the_students_end_of_turn_is_the_teachers_and_nothing_else(chat_encoders):
+    """Paired with nothing, or with another token, answers would grow to the length limit."""
+    tables = translation_of(chat_encoders)
     student, teacher = chat_encoders
-    built = loss_table.build_translated(
-        pair_of(chat_encoders), torch.device("cpu"), loss, {"temperature": 1.0})
-    batch = Collator(student, [PairOptions(teacher, built.spelling)])([rollout])
-    of_teacher = batch.teachers[0]
-    generator = torch.Generator().manual_seed(0)
-    logits_LV = torch.randn(batch.student.ids.numel(), len(student.table), generator=generator)
-    logits_TW = torch.randn(of_teacher.ids.numel(), len(teacher.table), generator=generator)
-    # tokens that no text has, whose cell is the last one: every trained student gives them up, and
-    # here they would be most of a reverse KL
-    tables = built.spelling
-    assert not (tables.cell_W == tables.num_cells - 1).any()
-    logits_LV[:, tables.cell_V == tables.num_cells - 1] = -20
-    is_end = of_teacher.labels.flatten() == teacher.table.end_of_turn
-    logits_TW[is_end, teacher.table.end_of_turn] += surprise
-    logits_LV.requires_grad_(True)
-    total = 0.0
-    for positions, sub_tile, rows_MW in sub_tiles_of(of_teacher, logits_TW):
-        total = total + built.loss_fn(logits_LV[positions], rows_MW, sub_tile)
-    total.backward()
-    return logits_LV.grad[:, student.table.end_of_turn]
-
-
-@pytest.mark.parametrize("name", ["forward_kl", "reverse_kl", "generalized_jsd"])
-def test_ends_are_learned_from_a_teacher_with_another_end(chat_encoders, name):
-    """A sampled end is raised where the teacher ends too, lowered where it would go on.
-
-    Were it paired with nothing, or with another token, answers would grow to the length limit.
-    """
-    loss = getattr(losses, name)
-    prompt, rollout, cut = answers(chat_encoders[0])
-    last = len(prompt.ids) + len(cut.ids) - 1  # predicts the end
-    agrees = end_gradients(chat_encoders, loss, rollout, 12.0)
-    goes_on = end_gradients(chat_encoders, loss, rollout, -12.0)
-    assert agrees[last] < 0 < goes_on[last]
-    # a rollout that was cut has no end, whatever the teacher says of its own
-    agrees = end_gradients(chat_encoders, loss, cut, 12.0)
-    assert torch.equal(agrees, end_gradients(chat_encoders, loss, cut, -12.0))
-    assert (agrees[last:] == 0).all()
+    cell = tables.cell_V[student.table.end_of_turn]
+    for cell_of_token, encoder in ((tables.cell_V, student), (tables.cell_W, teacher)):
+        assert (cell_of_token == cell).nonzero().tolist() == [[encoder.table.end_of_turn]]
+    assert cell < tables.num_cells - 1  # that of tokens that no text has
 
 
 # --- ratios ---------------------------------------------------------------------------------------

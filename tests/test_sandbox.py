@@ -8,7 +8,6 @@ import socket
 import subprocess
 import sys
 import time
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -136,13 +135,6 @@ def test_hash_seeds_and_folders_are_the_same_in_each_run():
     first = sandbox.run(program)
     assert first == sandbox.run(program)
     assert first.stdout.endswith("/tmp []\n")
-
-
-@needs_sandbox
-def test_threads_run_programs_side_by_side():
-    with ThreadPoolExecutor(4) as pool:
-        results = list(pool.map(lambda n: sandbox.run(f"print({n} ** 2)"), range(12)))
-    assert [int(result.stdout) for result in results] == [n**2 for n in range(12)]
 
 
 @needs_sandbox

@@ -316,7 +316,7 @@ def test_what_waits_on_the_host_is_a_copy():
     assert torch.equal(copies.unpack(packed), torch.ones(4))
 
 
-def test_checkpointed_activations_wait_on_the_host():
+def test_checkpointed_activations_wait_on_the_host(monkeypatch):
     """One tensor per layer and those of the last norm move, and nothing of another shape."""
     model = tiny_llama().train()
     model.gradient_checkpointing_enable({"use_reentrant": False})
@@ -324,18 +324,15 @@ def test_checkpointed_activations_wait_on_the_host():
     shape = (2, 10, 64)
     ids = torch.arange(20).view(2, 10)
 
-    class RecordingHooks(saved_tensors_hooks):
-        def __init__(self, pack, unpack):
-            def record_and_pack(x):
-                moved.append(tuple(x.shape))
-                return pack(x)
+    pack = activations.HostCopies.pack
 
-            super().__init__(record_and_pack, unpack)
+    def record_and_pack(copies, x):
+        moved.append(tuple(x.shape))
+        return pack(copies, x)
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(activations, "saved_tensors_hooks", RecordingHooks)
-        with activations.offload_activations(shape):
-            model.base_model(ids)
+    monkeypatch.setattr(activations.HostCopies, "pack", record_and_pack)
+    with activations.offload_activations(shape):
+        model.base_model(ids)
     # Not exactly 3: the norm at the end saves one tensor or several, depending on its code.
     assert 2 <= moved.count(shape) <= 6
     assert all(len(x) < 3 or x[-1] != 96 for x in moved)

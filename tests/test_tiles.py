@@ -612,16 +612,3 @@ def test_sources_of_kept_columns():
     fewer = columns.columns(torch.tensor([1, 2]))
     assert isinstance(fewer, SelectedColumns)
     assert torch.equal(fewer(positions), top_k(positions)[:, [4, 6]])
-
-
-def test_bytes_of_sources():
-    hidden_logits = HiddenLogits(torch.zeros(5, 3), Head(torch.zeros(7, 3)))
-    assert hidden_logits.with_buffer(2).nbytes == hidden_logits.nbytes + 2 * 7 * 4 == 60 + 56
-    assert hidden_logits.with_values(torch.zeros(6, 3)).nbytes == 6 * 3 * 4
-    shards = torch.zeros(5, 4), torch.zeros(5, 3)
-    assert StoredLogits(torch.cat(shards, 1)).nbytes == ShardedLogits(shards).nbytes == 5 * 7 * 4
-    ids = torch.zeros(5, 2, dtype=torch.int32)
-    top_k = TopKLogits(ids, ids.bfloat16(), 7, torch.zeros(5))
-    assert top_k.nbytes == 5 * 2 * (4 + 2) + 5 * 4
-    with_total = top_k._replace(total_T=torch.zeros(5))
-    assert with_total.columns(torch.tensor([0])).nbytes == top_k.nbytes + 5 * 4

@@ -3,7 +3,6 @@
 import json
 import os
 import signal
-import time
 
 import pytest
 import torch
@@ -11,10 +10,8 @@ import torch
 import ranks
 from isogloss import distill, once_in_a_while
 from isogloss.errors import DataError
-from isogloss.job.transfers import Moment, Readback
+from isogloss.job.transfers import Readback
 from jobs import ds_config, losses_of, run_distill, write_corpus
-
-CPU = torch.device("cpu")
 
 
 def test_what_is_read_back_is_what_was_there_when_it_was_asked_for():
@@ -26,13 +23,6 @@ def test_what_is_read_back_is_what_was_there_when_it_was_asked_for():
     norm += 1
     assert late.read() == late.read() == [[1.0, 2.0], [3.0, 1 / 3]]
     assert late_norm.read() == 2.5
-
-
-def test_seconds_lie_between_two_moments():
-    before = time.perf_counter()
-    first = Moment(CPU)
-    second = Moment(CPU)
-    assert 0 <= first.seconds_until(second) <= time.perf_counter() - before
 
 
 def lines_on_disk(output):

@@ -18,7 +18,7 @@ from transformers import AutoTokenizer
 from conftest import asset
 from isogloss.align import TokenTable
 from isogloss.config import Config, template_kwargs
-from isogloss.data.chat import encode_chat, pair_chats, render
+from isogloss.data.chat import encode_chat, render
 from isogloss.data.sample import TextEncoder
 from isogloss.data.turns import Template, common_spans
 from isogloss.inputs import first_date
@@ -201,37 +201,6 @@ def test_what_is_learned_is_what_the_template_lets_the_assistant_write(encoder, 
                      for token, is_learned, wanted in zip(tokens, learned, expected)]
             assert (learned == expected).all(), (kind, reader is marked, shown)
     assert any(unmarked.frames.values())  # else no chat was read by what is around contents
-
-
-WITH_CALLS = [name for name in TEMPLATES if "call" in TEMPLATES[name]]
-
-
-def test_calls_meet_where_both_templates_spell_them_alike(encoder):
-    """At least 95 % of the bytes of the words that both write of a turn, in order."""
-    shared = aligned = 0
-    encoders = [encoder(TEMPLATES[name]) for name in WITH_CALLS]
-    for chat in (chat for kind, chat in CHATS.items() if "call" in kind):
-        for pair in itertools.permutations(encoders, 2):
-            student, teacher = renderings = [render(chat, one, [{}]) for one in pair]
-            alignment = pair_chats(renderings, pair)
-            for number in student.turns.keys() & teacher.turns.keys():
-                words = [re.findall(r"\w+", words_of(side, number)) for side in renderings]
-                shared += len("".join(longest_common(*words)).encode())
-            of_words = [re.sub(rb"\W", b"", student.data[begin:end]) for begin, end in zip(
-                student.located.begin, student.located.end)]
-            aligned += sum(len(word) for word, chunk in zip(of_words, alignment.student_chunk)
-                           if chunk >= 0 and word and not word.startswith(b"<|"))
-    assert shared > 4000 and aligned >= 0.95 * shared
-
-
-def longest_common(a, b):
-    """Return the longest common subsequence of two lists of words, by dynamic programming."""
-    best = {(len(a), j): [] for j in range(len(b) + 1)}
-    best |= {(i, len(b)): [] for i in range(len(a) + 1)}
-    for i, j in itertools.product(reversed(range(len(a))), reversed(range(len(b)))):
-        both = [a[i], *best[i + 1, j + 1]] if a[i] == b[j] else []
-        best[i, j] = max(both, best[i + 1, j], best[i, j + 1], key=lambda x: len("".join(x)))
-    return best[0, 0]
 
 
 NAMES = {  # of calls and of their results: the calls that these are paired with

@@ -44,14 +44,12 @@ DS_CONFIGS = {
     "predivide": ({"gradient_predivide_factor": 0}, "expected a number of 1e-06 or more"),
     "clip_negative": ({"gradient_clipping": -1}, "expected a number of 0 or more"),
     # ZeRO
-    "zero_list": ({"zero_optimization": []}, "zero_optimization is [], expected an object"),
     "stage_four": (zero(stage=4), "zero_optimization.stage is 4, expected 0"),
     "stage_true": (zero(stage=True), "zero_optimization.stage is True"),
     "zero_typo": (zero(overlap_com=True), "overlap_com"),
     "bucket_huge": (zero(reduce_bucket_size=10**15), "is 1000000000000000, expected"),
     "mics": (zero(mics_shard_size=2), "MiCS"),
     # optimizer
-    "optimizer_text": ({"optimizer": "AdamW"}, "optimizer is 'AdamW', expected an object"),
     "optimizer_typo": ({"optimizer": {"type": "AdamWW", "params": {"lr": 1e-3}}},
                        "optimizer.type 'AdamWW': expected AdamW"),
     "optimizer_module": ({"optimizer": {"type": "lr_scheduler", "params": {"lr": 1e-3}}},
@@ -83,9 +81,7 @@ TEXTS = {
 TWO_TOKENIZERS = '--teacher= --teachers=[{"model":"{folder}/one"},{"model":"{folder}/two"}]'
 # {what is changed in a good command line: part of the line}
 FLAGS = {
-    "--max_lenght=9": "unknown flag --max_lenght; did you mean --max_length?",
     "--resume=false": "--resume=false: expected auto, never or the dir",
-    "-- --interactive": "unexpected argument '--': no flags of another kind",
     "--resume={folder}": "is not a complete checkpoint; expected a folder step_*",
     # losses
     "--skew_lambda=1": "compares the teacher with itself",
@@ -93,8 +89,6 @@ FLAGS = {
     "--learn_projection --loss=gold": "only --loss projection_kl",
     "--kd_weight=0 --ce_weight=0": "nothing would be learned",
     "--loss=projection_kl --projection={folder}/comma.json": "comma.json",
-    "--loss=projection_kl --projection={folder}/nan.pt": "1 of 1400 weights are negative or not",
-    "--loss=gold --projection={folder}/nan.pt": "1 of 1400 weights are negative or not",
     "--loss=gold --projection={folder}/list.pt": "its indices are a list; expected a tensor",
     # layouts, lengths, models
     "--teacher_tp=4": "does not divide the 2 ranks of a node",
@@ -108,14 +102,10 @@ FLAGS = {
     TWO_TOKENIZERS + " --teacher_weights=mean_p":
         "differ, so their predictions have no mean",
     "--route_key=domain": "chooses among teachers; list them with",
-    # numbers
-    "--data={a:1}": "--data {a:1}: no such file",
     "--attention=flash_attention_2": "--attention flash_attention_2: needs a CUDA device",
     # paths
     "--projection=/no/such.pt": "--projection /no/such.pt: no such file; make it with",
-    "--projection={folder} --kd_weight=0": "--projection {folder}: no such file",
     # what the student writes
-    "--on_policy=2": "--on_policy 2.0: expected a share of the samples",
     "--on_policy=1 --kd_weight=0": "--on_policy 1.0 with --kd_weight 0",
     "--on_policy=1 --rollout_top_p=0": "--rollout_top_p 0.0: expected more",
     "--on_policy=1 --rollout_tokens=120": "leaves no room for a prompt",
@@ -158,12 +148,10 @@ FLAGS = {
         "samples is 4 at temperature 0, where all samples are equal",
     "--eval_tasks=lm_eval:no_such": "--eval_tasks lm_eval:no_such: ",
     # chats, completions, held-out rows
-    "--template_kwargs=enable_thinking": "expected a JSON object like",
     '--template_kwargs={"tokenize":true}': "--template_kwargs: tokenize is not for templates",
     "--completion_key=text": "name the column of prompts with --prompt_key",
     "--completion_key=a --prompt_key=b --text_key=c": "both name what is learned",
     "--streaming --eval_data=a": "say by --eval_rows how many",
-    "--txt_samples=page": "--txt_samples page: expected one of line, paragraph, file",
     "--ds_config={folder}/bytes.json": "not JSON",
 }
 if not get_accelerator().is_fp16_supported():  # as that of most CPUs
@@ -172,19 +160,13 @@ CASES = {f"--ds_config={{folder}}/{name}.json": message
          for name, (_, message) in {**DS_CONFIGS, **TEXTS}.items()} | FLAGS
 
 
-def write_projections(pair, folder):
-    """Write two projections of which one thing is wrong."""
-    tables = as_tables(build_projection(pair), pair, "test")
-    torch.save(tables | {"indices": tables["indices"].tolist()}, folder / "list.pt")
-    tables["likelihoods"][9, 0] = torch.nan
-    torch.save(tables, folder / "nan.pt")
-
-
 @pytest.fixture(scope="module")
 def ended(models, tokenizers, tables, texts, tmp_path_factory):
     """{case: Outcome of both ranks} of every wrong command line."""
     folder = tmp_path_factory.mktemp("wrong_flags")
-    write_projections(Pair.of(*tokenizers, tables=tables), folder)
+    pair = Pair.of(*tokenizers, tables=tables)
+    projection = as_tables(build_projection(pair), pair, "test")
+    torch.save(projection | {"indices": projection["indices"].tolist()}, folder / "list.pt")
     for name, (changes, _) in DS_CONFIGS.items():
         ds_config(folder / f"{name}.json", 2, 4, 1, **changes)
     for name, (text, _) in TEXTS.items():

@@ -8,8 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-import ranks
-from jobs import ds_config, losses_of, run_distill, short_run
+from jobs import ds_config
 from pickled import Command
 from wrong_input import check_one_line, good_line, run_wrong
 
@@ -300,15 +299,3 @@ def test_a_wrong_teacher_on_ranks_of_its_own_ends_with_one_line(models, texts, f
     [(first, second, teacher)] = run_wrong(3, [change], base, folder, has_steps=True).values()
     check_one_line((first, second), f"nan_teacher: {NOT_FINITE}")
     assert teacher.exit_code in (0, None) and teacher.stderr == "", teacher
-
-
-@pytest.mark.slow
-def test_a_teacher_that_reads_images_teaches_in_shards(models, texts, folder, tmp_path):
-    """However it is held, the first step has the same loss."""
-    runs = []
-    for number, flag in enumerate(("--teacher_tp=1", "--teacher_tp=2", "--teacher_engine=zero3")):
-        runs.append(short_run(models, texts, tmp_path, f"--teacher={folder / 'images'}", flag,
-                              "--steps=1", f"--output_dir={tmp_path / str(number)}"))
-    assert ranks.run(2, run_distill, runs) == [[0, 0, 0]] * 2
-    losses = [losses_of(tmp_path / str(number))[0]["loss"] for number in range(len(runs))]
-    assert max(losses) - min(losses) < 1e-5 * losses[0]

@@ -51,7 +51,6 @@ def one_value(value):
 # {what is wrong: (how the tables of a good projection become wrong, what the line says)}
 PROJECTIONS = {
     "one NaN": (with_weights(one_value(torch.nan)), "1 of 1400 weights are negative or not"),
-    "one infinite weight": (with_weights(one_value(torch.inf)), "1 of 1400 weights are negative"),
     "negative weights": (with_weights(lambda w: -w), "weights are negative or not finite"),
     "zeros": (with_weights(lambda w: w * 0), "no row has a teacher token with a weight above 0"),
     "empty slots": (with_ids(lambda i: torch.full_like(i, -1)), "no row has a teacher token"),
@@ -223,5 +222,3 @@ def test_a_picture_that_cannot_be_written_is_one_line(good, models, tmp_path, ca
             f"--projection={tmp_path / 'p.pt'}"]
     error = error_line(capsys, show, [*argv, f"--png={tmp_path / 'absent' / 'p.png'}"])
     assert "cannot be written (No such file or directory)" in error
-    error = error_line(capsys, show, [*argv, f"--png={tmp_path / 'p.xyz'}"])
-    assert "xyz" in error

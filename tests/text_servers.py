@@ -87,6 +87,14 @@ class StandIn:
             server.shutdown()
             server.server_close()
 
+    def prompts(self):
+        """Return the texts that were to be scored as by vLLM."""
+        texts = []
+        for path, _, body in self.requests:
+            if path.endswith("completions"):
+                texts += body["prompt"]
+        return texts
+
     def respond(self, path, headers, body):
         """Return (status, content, bytes of it that will be missing)."""
         self.requests.append((path, dict(headers), body))
