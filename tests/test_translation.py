@@ -11,8 +11,6 @@ import oracle
 import toys
 from isogloss import losses
 from isogloss.config import Config
-from isogloss.data.batch import Collator, PairOptions
-from isogloss.data.sample import TextEncoder
 from isogloss.losses import find_chunks
 from isogloss.nodes import list_nodes, nodes_of_chunks, rows_that_go_on, tokens_that_ended
 from isogloss.objective import loss_table
