@@ -235,7 +235,6 @@ def _write_model(save, encoder, export, write_card, flag="--export"):
         save(scratch)
         encoder.tokenizer.save_pretrained(scratch)
         write_generation(encoder, scratch)
-        make_readable_for_transformers_4(scratch)
         write_card(scratch)
         write_manifest(scratch)
         sync_tree(scratch)
@@ -253,48 +252,6 @@ def write_manifest(folder):
     mode = (folder / MANIFEST).stat().st_mode
     for name in files:
         (folder / name).chmod(mode)  # safetensors lets the owner alone read its files
-
-
-# What transformers 5 calls a tokenizer that is all in its tokenizer.json; both versions know the
-# other name.
-NEW_CLASSES = {"TokenizersBackend": "PreTrainedTokenizerFast"}
-
-
-def make_readable_for_transformers_4(folder):
-    """Rewrite the two configs that transformers 5 has written so that both versions read them."""
-    for name, rewrite in (("config.json", add_old_rope_keys),
-                          ("tokenizer_config.json", use_old_tokenizer_keys)):
-        path = folder / name
-        if not path.exists():  # an adapter has no config of a model
-            continue
-        config = json.loads(path.read_text())
-        rewrite(config)
-        write_atomically(path, json.dumps(config, indent=2, ensure_ascii=False) + "\n")
-
-
-def add_old_rope_keys(config):
-    """Add the two keys that transformers 4 has for rope_parameters, in place.
-
-    Without them it would compute with its default base and give wrong logits, silently.  A model
-    with parameters for each kind of layer (Gemma 3) stays as it is.
-    """
-    rope = config.get("rope_parameters")
-    if not rope or "rope_theta" not in rope:
-        return
-    rope = dict(rope)
-    config["rope_theta"] = rope.pop("rope_theta")
-    if rope.get("rope_type", "default") != "default":
-        config["rope_scaling"] = rope
-
-
-def use_old_tokenizer_keys(config):
-    """Rename what transformers 4 does not know in a tokenizer_config.json, in place."""
-    name = config.get("tokenizer_class")
-    if name in NEW_CLASSES:
-        config["tokenizer_class"] = NEW_CLASSES[name]
-    more = config.get("extra_special_tokens")
-    if isinstance(more, list):  # a dict of names in transformers 4, which had another key for lists
-        config["additional_special_tokens"] = config.pop("extra_special_tokens")
 
 
 def export_projection(engine, learned_projection, target):

@@ -13,10 +13,9 @@ from types import SimpleNamespace
 import huggingface_hub
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, LlamaConfig
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import ranks
-from conftest import asset
 from isogloss import export, log
 from isogloss.checkpoints import model_card, run_identity
 from isogloss.config import Config
@@ -445,42 +444,3 @@ def test_wrong_input_of_the_command_is_one_line(exported, capsys):
         file.write(b"\xff" * 8)
     error = error_line(capsys, export, [str(damaged)], "isogloss.export")
     assert "stage_00_model_states.pt is damaged" in error
-
-
-@pytest.mark.parametrize("name", ["qwen2", "llama3", "mistral_v7"])
-def test_tokenizers_are_written_as_transformers_4_reads_them(name, tmp_path):
-    """Version 4 knows no TokenizersBackend, and takes a list of more control tokens under another
-    key; version 5 reads the same tokens from what is written."""
-    LlamaConfig().save_pretrained(tmp_path)
-    tokenizer = AutoTokenizer.from_pretrained(asset("tokenizers", name))
-    tokenizer.save_pretrained(tmp_path)
-    path = tmp_path / "tokenizer_config.json"
-    before = json.loads(path.read_text())
-    export.make_readable_for_transformers_4(tmp_path)
-    config = json.loads(path.read_text())
-    assert config["tokenizer_class"] == "PreTrainedTokenizerFast"
-    assert not isinstance(config.get("extra_special_tokens"), list)
-    assert config.get("additional_special_tokens") == before.get("extra_special_tokens")
-    again = AutoTokenizer.from_pretrained(tmp_path)
-    text = "In 2010  <|im_start|>user\nnaïve</s> [INST]"
-    assert again(text)["input_ids"] == tokenizer(text)["input_ids"]
-    for name in ("all_special_ids", "chat_template", "bos_token_id", "eos_token_id",
-                 "pad_token_id", "unk_token_id"):
-        assert getattr(again, name) == getattr(tokenizer, name), name
-
-
-ROPE = {"rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0, "low_freq_factor": 1.0,
-        "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
-
-
-@pytest.mark.parametrize("rope", [ROPE, {"rope_type": "default", "rope_theta": 1e6}])
-def test_rotary_embeddings_are_written_as_transformers_4_reads_them(rope, tmp_path):
-    """It has rope_theta and rope_scaling, and would take 10,000 where it finds none."""
-    LlamaConfig(rope_parameters=rope).save_pretrained(tmp_path)
-    (tmp_path / "tokenizer_config.json").write_text("{}")
-    export.make_readable_for_transformers_4(tmp_path)
-    config = json.loads((tmp_path / "config.json").read_text())
-    assert config["rope_theta"] == rope["rope_theta"]
-    expected = {key: value for key, value in rope.items() if key != "rope_theta"}
-    assert config.get("rope_scaling", {"rope_type": "default"}) == expected
-    assert AutoConfig.from_pretrained(tmp_path).rope_parameters == rope  # nor does version 5 mind
