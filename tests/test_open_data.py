@@ -419,7 +419,6 @@ def test_a_text_that_no_tokenizer_takes_is_refused(tmp_path, encoder):
     data = run_data(encoder, tmp_path / "a.jsonl", streaming=True)
     with pytest.raises(ValueError, match=rf"a text of {len(huge)} characters \('aaaa"):
         Collator(encoder, [])([data.reader(row) for row in data.train_data])
-    assert encoder.splits_at_spaces
     data = run_data(encoder, write_rows(
         tmp_path / "b.jsonl", [{"text": "word " * (MOST_CHARACTERS // 4)}]))
     assert Collator(encoder, [])([data.reader(row) for row in data.train_data]).counts.tokens > 40

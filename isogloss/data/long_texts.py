@@ -31,7 +31,7 @@ def leave_out_tail(text, student, teachers):
     size = max(MIN_CHARACTERS, CHARACTERS_PER_TOKEN * student.max_length)
     if len(text) <= size:
         return text
-    if not all(encoder.splits_at_spaces for encoder in (student, *teachers)):
+    if any(map(_draws_splits, (student, *teachers))):
         return text
     while size < len(text):
         boundary = _last_boundary(text, size)
@@ -61,6 +61,6 @@ def _last_boundary(text, size):
     return max((boundary.end() for boundary in boundaries), default=None)
 
 
-def splits_at_spaces(tokenizer):
-    """Tell whether a text is split alike every time; not where a model draws how (BPE dropout)."""
-    return not getattr(tokenizer.backend_tokenizer.model, "dropout", None)
+def _draws_splits(encoder):
+    """Tell whether a text is split in another way every time, as by BPE dropout."""
+    return bool(getattr(encoder.tokenizer.backend_tokenizer.model, "dropout", None))

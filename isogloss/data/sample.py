@@ -26,7 +26,7 @@ from isogloss.align import (
     locate,
 )
 from isogloss.align_dp import align_dp
-from isogloss.data.long_texts import check_size, splits_at_spaces
+from isogloss.data.long_texts import check_size
 from isogloss.data.turns import Template, behind_answer, header_of
 
 ALIGNERS = "bytes", "dp"
@@ -74,10 +74,6 @@ class TextEncoder:
         # Never truncated here: where to cut depends on the other side, see `cut_sample`.
         return self.tokenizer(texts, add_special_tokens=False, truncation=False, verbose=False,
                               **options)
-
-    @cached_property
-    def splits_at_spaces(self):
-        return splits_at_spaces(self.tokenizer)
 
     @cached_property
     def header(self):

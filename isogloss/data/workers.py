@@ -90,32 +90,23 @@ class Loader:
                 worker.process.kill()
 
 
-def forked(target, *arguments):
-    """Call target(*arguments, connection) in a fork of this process.
-
-    Returns:
-        (process, connection to read what it sends).
-    """
-    context = multiprocessing.get_context("fork")
-    connection, other_end = context.Pipe(duplex=False)
-    process = context.Process(target=target, args=(*arguments, other_end), daemon=True)
-    # Cycles that are not collected yet stay so in the fork: to free a process group would wait for
-    # its threads, to free a tensor of a GPU call that, and a fork has neither.
-    gc.freeze()
-    try:
-        process.start()
-    finally:
-        gc.unfreeze()
-    other_end.close()
-    return process, connection
-
-
 class Worker:
     """Hold a worker process and the pipe that its batches come from."""
 
     def __init__(self, batches, number, num_workers):
-        self.process, self.connection = forked(
-            _work, batches, (number, num_workers), os.getpid())
+        context = multiprocessing.get_context("fork")
+        self.connection, other_end = context.Pipe(duplex=False)
+        self.process = context.Process(
+            target=_work, args=(batches, (number, num_workers), os.getpid(), other_end),
+            daemon=True)
+        # Cycles that are not collected yet stay so in the fork: to free a process group would wait
+        # for its threads, to free a tensor of a GPU call that, and a fork has neither.
+        gc.freeze()
+        try:
+            self.process.start()
+        finally:
+            gc.unfreeze()
+        other_end.close()
         with contextlib.suppress(OSError):  # a user who has many pipes gets small ones
             fcntl.fcntl(self.connection, fcntl.F_SETPIPE_SZ, PIPE_BYTES)
 
