@@ -13,7 +13,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import oracle
-from isogloss.objective.vocab_parallel import on_whole_rows
+from examples.vocab_parallel import on_whole_rows
 
 F64 = torch.float64
 
