@@ -15,12 +15,14 @@ from dataclasses import dataclass
 
 from isogloss.curves import DEFAULT, available, drawn_curves, panels_of, picture, read_run
 from isogloss.flags.parse import check_types, expanded, flag, parse_flags
-from isogloss.projection_tools.files import check_picture
+from isogloss.projection_tools.files import check_output
 
 MARKS = "●○■□▲△◆◇"  # of the runs, in a terminal
 HEIGHT = 14  # lines of a panel in a terminal
 WIDTH = 64  # columns of the curves
 LABEL = 10  # characters of a number on the axis
+PICTURES = ".png", ".svg", ".pdf"
+
 
 def short_names(folders):
     """Return a name for each folder: the part of its path in which it differs from the others."""
@@ -73,7 +75,9 @@ class Args:
 
 
 def main(folders, args):
-    check_picture(args.png)
+    if args.png and not args.png.endswith(PICTURES):
+        raise ValueError(f"--png {args.png}: expected a name that ends in {', '.join(PICTURES)}")
+    check_output(args.png)
     runs = {}
     for name, folder in zip(short_names(folders), folders):
         runs[name] = read_run(folder)

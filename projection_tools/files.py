@@ -52,20 +52,6 @@ def check_output(path):
         raise ValueError(f"{path}: is no file that could be written anew; name another one")
 
 
-PICTURES = ".png", ".svg", ".pdf"
-
-
-def check_picture(path):
-    """Check that the value of --png can be the name of a picture to write; "": of none.
-
-    Raises:
-        ValueError: it ends otherwise; something else than a file has that name.
-    """
-    if path and Path(path).suffix not in PICTURES:
-        raise ValueError(f"--png {path}: expected a name that ends in {', '.join(PICTURES)}")
-    check_output(path)
-
-
 def save_atomically(tables, path):
     """Write tensors and plain values, as .safetensors or by torch.save.
 

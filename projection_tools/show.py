@@ -1,7 +1,7 @@
-"""Look at a projection: examples, statistics, a check against two tokenizers, a picture.
+"""Look at a projection: examples, statistics, a check against two tokenizers.
 
     python -m projection_tools.show --student A --teacher B --projection F.pt \\
-        [--tokens '201,hello'] [--num_examples 20] [--png F.png]
+        [--tokens '201,hello'] [--num_examples 20]
 
 A row's tokens are written with their bytes; `*` marks an entry that the bytes do not explain.
 """
@@ -15,13 +15,9 @@ from isogloss.flags.parse import MISSING, OLD_NAMES, flag, tool
 from isogloss.losses import common_tokens
 from isogloss.projection_tools.arrays import describe
 from isogloss.projection_tools.build import empty_row_reasons
-from isogloss.projection_tools.files import check_picture, load_arrays
+from isogloss.projection_tools.files import load_arrays
 from isogloss.projection_tools.tokenizers import PairArgs
 from isogloss.spelling import all_bytes, link_special_tokens
-
-FONT_SIZE = 8  # points, of the picture
-LABEL_LENGTH = 24  # characters of a token that fit beside a row of the picture
-
 
 # --- facts ----------------------------------------------------------------------------------------
 
@@ -149,69 +145,6 @@ def row_text(v, projection, pair, explained):
     return f"#{v} {shown(v, student)} -> {', '.join(tokens) or 'nothing'}"
 
 
-# --- the picture ----------------------------------------------------------------------------------
-
-
-def picture(projection, pair, rows, path):
-    """Draw a block of rows as colored weights, and the histogram of row sizes.
-
-    Raises:
-        ValueError: no such format, or it cannot be written there.
-    """
-    import matplotlib
-
-    matplotlib.use("Agg")  # draws without a screen
-    from matplotlib import pyplot
-
-    K = projection[0].shape[1]
-    size = 4 + 1.4 * K, 1.5 + 0.28 * len(rows)  # inches, grown with columns and rows
-    figure, (left, right) = pyplot.subplots(
-        1, 2, figsize=size, width_ratios=(2, 1), constrained_layout=True)
-    _draw_weights(left, projection, pair, rows)
-    _draw_sizes(right, projection)
-    try:
-        figure.savefig(path, dpi=120)
-    except OSError as error:
-        raise ValueError(f"--png {path}: cannot be written ({error.strerror})") from None
-    finally:
-        pyplot.close(figure)
-
-
-def _draw_weights(axes, projection, pair, rows):
-    indices, likelihoods = projection
-    K = indices.shape[1]
-    student, teacher = pair.tables
-    axes.imshow(likelihoods[rows], aspect="auto", cmap="Blues", vmin=0, vmax=1)
-    row_labels = [_plain(shown(v, student)) for v in rows]
-    axes.set_yticks(range(len(rows)), row_labels, fontsize=FONT_SIZE)
-    column_labels = [f"rank {k + 1}" for k in range(K)]
-    axes.set_xticks(range(K), column_labels, fontsize=FONT_SIZE)
-    for y, v in enumerate(rows):
-        for x in np.flatnonzero(indices[v] >= 0):
-            weight = likelihoods[v, x]
-            text = f"{_plain(shown(indices[v, x], teacher))}  {weight:.3f}"
-            color = "white" if weight > 0.6 else "black"  # to be read on dark blue
-            axes.text(x, y, text, ha="center", va="center", fontsize=FONT_SIZE - 1, color=color,
-                      clip_on=True)
-    axes.set_title("weights", fontsize=FONT_SIZE + 1)
-
-
-def _draw_sizes(axes, projection):
-    indices, _ = projection
-    K = indices.shape[1]
-    sizes = np.bincount((indices >= 0).sum(1), minlength=K + 1)
-    axes.bar(range(K + 1), sizes, color="C0")
-    axes.set_yscale("symlog")  # a log scale that has a 0
-    axes.set(xlabel="teacher tokens in a row", ylabel="rows")
-    axes.set_xticks(range(K + 1))
-
-
-def _plain(text):
-    """Return text that any font can draw: no mathematics, no letters beyond Latin."""
-    text = text.replace("$", r"\$")
-    return text.encode("latin-1", "backslashreplace").decode("latin-1")[:LABEL_LENGTH]
-
-
 # --- the command line -----------------------------------------------------------------------------
 
 
@@ -225,7 +158,6 @@ class Args(PairArgs):
     num_examples: int = flag(
         20, "rows to show if tokens is empty, evenly spaced among those with several teacher "
         "tokens.", low=0, high=10**6)
-    png: str = flag("", "file for a picture of the rows shown; empty: none.")
 
 
 def example_rows(indices, num_examples):
@@ -243,7 +175,6 @@ def example_rows(indices, num_examples):
 
 
 def main(args):
-    check_picture(args.png)
     pair = args.load_pair()
     projection = load_arrays(args.projection, pair)
     if args.tokens:
@@ -256,9 +187,6 @@ def main(args):
     print(f"{args.projection}: {describe(projection[0])}")
     for name, value in row_statistics(projection, pair).items():
         print(f"  {name}: {value}")
-    if args.png:
-        picture(projection, pair, rows, args.png)
-        print(args.png)
 
 
 def cli(argv=None):

@@ -214,11 +214,3 @@ def test_a_file_is_written_through_no_link(good, tmp_path, monkeypatch):
     with pytest.raises(ValueError, match="cannot be written"):
         save_atomically(good, tmp_path / "p.pt")
     assert victim.read_text() == "precious"
-
-
-def test_a_picture_that_cannot_be_written_is_one_line(good, models, tmp_path, capsys):
-    save_atomically(good, tmp_path / "p.pt")
-    argv = [f"--student={models[0]}", f"--teacher={models[1]}", "--num_examples=2",
-            f"--projection={tmp_path / 'p.pt'}"]
-    error = error_line(capsys, show, [*argv, f"--png={tmp_path / 'absent' / 'p.png'}"])
-    assert "cannot be written (No such file or directory)" in error
