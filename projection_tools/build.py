@@ -65,8 +65,7 @@ def build_projection(pair, recipe=None, trust_remote_code=False):
     projection = multitoken_rows(pair, slots, recipe.max_pieces, recipe.reverse,
                                  recipe.special_threshold, pieces)
     # Equal bytes are certain, so such a row needs no second entry.
-    v, w, _ = exact_pairs(student, teacher, pieces)
-    projection = pin_exact(projection, v, w)
+    projection = pin_exact(projection, *exact_pairs(student, teacher, pieces))
     # Bytes come first: an embedding counts only where they say nothing.
     if recipe.embedding_model:
         embed = Embedder(recipe.embedding_model, trust_remote_code=trust_remote_code)

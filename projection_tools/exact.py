@@ -3,9 +3,7 @@
     python -m projection_tools.exact --student A --teacher B --projection F.pt --output G.pt
 """
 
-from collections import Counter
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import numpy as np
 
@@ -14,13 +12,6 @@ from isogloss.projection_tools.arrays import widen
 from isogloss.projection_tools.files import check_output, finish, load_arrays
 from isogloss.projection_tools.tokenizers import PairArgs
 from isogloss.spelling import all_bytes, spell
-
-
-class Duplicates(NamedTuple):
-    """Count how many tokens of each vocabulary have the bytes of another one that is pinned."""
-
-    student: int
-    teacher: int
 
 
 def exact_pairs(student, teacher, pieces):
@@ -33,42 +24,22 @@ def exact_pairs(student, teacher, pieces):
         student, teacher: TokenTables.
         pieces: (V, P >= 2) how the teacher spells the student's tokens, -1 behind the last piece.
     Returns:
-        (v, w, duplicates): (N,) ids, rising in v; and `Duplicates`.
+        (v, w): (N,) ids, rising in v.
     """
-    lowest, times = _ids_by_bytes(teacher)
+    teacher_bytes = all_bytes(teacher)
+    lowest = {}
+    # Length 0 is an id without a token, -1 a control token.  From the last id, so the lowest stays.
+    for i in np.flatnonzero(teacher.lengths > 0)[::-1].tolist():
+        lowest[teacher_bytes[i]] = i
     student_bytes = all_bytes(student)
     v = np.flatnonzero(student.lengths > 0)
-    w = np.full(len(v), -1)
-    common = set()  # byte strings that both vocabularies have a token for
-    for n, i in enumerate(v.tolist()):
-        spelled = student_bytes[i]
-        if spelled in lowest:
-            w[n] = lowest[spelled]
-            common.add(spelled)
-
+    w = np.array([lowest.get(student_bytes[i], -1) for i in v.tolist()], np.int64)
     # Where the teacher writes the bytes as one token, that is the one, whatever its id.
     first = pieces[v, 0]
     one_piece = (first >= 0) & (pieces[v, 1:] < 0).all(1)
     w = np.where(one_piece, first, w)
     paired = w >= 0
-    v = v[paired]
-    w = w[paired]
-    # A teacher token stands in a row for each student token of its bytes, but of the teacher tokens
-    # with these bytes only one is ever pinned.
-    teacher_duplicates = sum(times[spelled] - 1 for spelled in common)
-    return v, w, Duplicates(len(v) - len(common), teacher_duplicates)
-
-
-def _ids_by_bytes(table):
-    """Return ({bytes: lowest id of a token that stands for them}, Counter of these tokens)."""
-    token_bytes = all_bytes(table)
-    lowest = {}
-    times = Counter()
-    # Length 0 is an id without a token, -1 a control token.  From the last id, so the lowest stays.
-    for i in np.flatnonzero(table.lengths > 0)[::-1].tolist():
-        lowest[token_bytes[i]] = i
-        times[token_bytes[i]] += 1
-    return lowest, times
+    return v[paired], w[paired]
 
 
 def pin_exact(projection, v, w):
@@ -99,11 +70,8 @@ def main(args):
         V = len(student)
         projection = (np.full((V, 1), -1), np.zeros((V, 1)))
     pieces = spell(student, pair.tokenizers[1], teacher, max_pieces=2)
-    v, w, duplicates = exact_pairs(student, teacher, pieces)
-    finish(pin_exact(projection, v, w), pair, args,
-           f"{len(v)} pinned; {duplicates.student} student tokens have the bytes of another one "
-           f"and share its teacher token; {duplicates.teacher} teacher tokens have the bytes of a "
-           "pinned one and are left out")
+    v, w = exact_pairs(student, teacher, pieces)
+    finish(pin_exact(projection, v, w), pair, args, f"{len(v)} pinned")
 
 
 def cli(argv=None):

@@ -52,18 +52,11 @@ def num_common(projection, relaxed=False):
 
 
 def row_statistics(projection, pair):
-    """Return facts about a projection, as {name: number or text}."""
+    """Return facts about a projection beside those of `describe`, as {name: number or text}."""
     indices, likelihoods = projection
     used = indices >= 0
     sizes = used.sum(1)
-    one = sizes == 1
-    facts = {
-        "rows": len(indices),
-        "with one teacher token": int(one.sum()),
-        "of these with equal bytes": int((one & _equal_bytes(indices[:, 0], pair)).sum()),
-        "with several": int((sizes > 1).sum()),
-        "empty": int((sizes == 0).sum()),
-    }
+    facts = {}
     for reason, number in empty_row_reasons(pair, indices).items():
         facts[f"empty, {reason}"] = number
     sums = likelihoods[sizes > 0].sum(1)
@@ -79,20 +72,6 @@ def row_statistics(projection, pair):
     unexplained = used & ~byte_explained(projection, pair)
     facts["entries that bytes do not explain"] = int(unexplained.sum())
     return facts
-
-
-def _equal_bytes(teacher_ids, pair):
-    """Return (V,) bool: a student token and the teacher token given for it have equal bytes.
-
-    Args:
-        teacher_ids: (V,) ids, -1 for none.
-    """
-    student_bytes = all_bytes(pair.tables[0])
-    teacher_bytes = all_bytes(pair.tables[1])
-    equal = np.zeros(len(student_bytes), bool)
-    for v, w in enumerate(teacher_ids.tolist()):
-        equal[v] = w >= 0 and student_bytes[v] == teacher_bytes[w]
-    return equal
 
 
 # --- tokens as text -------------------------------------------------------------------------------

@@ -180,14 +180,13 @@ def test_tokens_of_equal_bytes_are_alone_in_their_row(pair, projection):
 def test_the_pinned_set_is_the_same_in_both_directions(pair):
     """The student, a SentencePiece model, has bytes twice: '<0x41>' and 'A'."""
     pinned = []
-    for one_pair, twice in ((pair, (True, False)), (swapped(pair), (False, True))):
+    for one_pair in (pair, swapped(pair)):
         student, teacher = one_pair.tables
         pieces = spell_tokens(student, one_pair.tokenizers[1], teacher, max_pieces=2)
-        v, w, duplicates = exact.exact_pairs(student, teacher, pieces)
+        v, w = exact.exact_pairs(student, teacher, pieces)
         student_bytes = [student.bytes_of(i) for i in v]
         assert student_bytes == [teacher.bytes_of(i) for i in w]
         pinned.append(set(student_bytes))
-        assert (duplicates.student > 0, duplicates.teacher > 0) == twice
     assert pinned[0] == pinned[1]
 
     back, _ = build.build_projection(one_pair)
@@ -212,9 +211,7 @@ def test_common_sets(pair, projection):
     assert show.num_common(pack([0, 0], [7, 8], [0.5, 0.5], 1, 2)) == 0
     facts = show.row_statistics(projection, pair)
     assert facts["entries that bytes do not explain"] == 0
-    assert facts["common set, strict"] <= facts["with one teacher token"]
-    # all but the end of text
-    assert facts["of these with equal bytes"] == facts["with one teacher token"] - 1
+    assert facts["common set, strict"] <= ((projection[0] >= 0).sum(1) == 1).sum()
 
 
 def embed_first_letter(texts):
@@ -516,7 +513,7 @@ def test_the_chain_of_command_lines_equals_build(models, tmp_path, capsys):
     file = {name: tmp_path / f"{name}.pt" for name in "abcdegs"}
     run(multitoken, output=file["a"], max_pieces=4)
     out = run(exact, projection=file["a"], output=file["b"])
-    assert "have the bytes of another one" in out
+    assert " pinned" in out
     run(cut, projection=file["b"], output=file["c"], top_k=4)
     out = run(build, output=file["d"])
     assert "empty: 2 control tokens" in out
