@@ -53,7 +53,10 @@ def prefix_ratio(
     Raises:
         ValueError: unknown kind; max_ratio below 1.
     """
-    _check_ratio(kind, max_ratio)
+    if kind not in ("clamp", "mask"):
+        raise ValueError(f"ratio {kind!r}: expected one of clamp, mask")
+    if not max_ratio >= 1:
+        raise ValueError(f"max_ratio={max_ratio}: expected 1 or more")
     losses.check_positions("logp_BS has", logp_BS.shape, old_logp_BS=old_logp_BS, mask_BS=mask_BS,
                     sample_BS=sample_BS)
     logp_BS = losses.at_least_float32(logp_BS.detach())
@@ -73,10 +76,3 @@ def prefix_ratio(
         # not <= limit, which would take NaN for a ratio outside
         ratio_BS = torch.where(before_BS.abs() > limit, 0.0, ratio_BS)
     return ratio_BS.to(logp_BS)
-
-
-def _check_ratio(kind: str, max_ratio: float) -> None:
-    if kind not in ("clamp", "mask"):
-        raise ValueError(f"ratio {kind!r}: expected one of clamp, mask")
-    if not max_ratio >= 1:
-        raise ValueError(f"max_ratio={max_ratio}: expected 1 or more")

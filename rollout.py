@@ -212,7 +212,7 @@ def _batches_of(lengths: list[int], batch_size: int, equal_lengths: bool) -> lis
     return batches
 
 
-def _can_select_rows(cache: Any) -> bool:
+def can_select_rows(cache: Any) -> bool:
     """Tell whether keys and values are all that a cache holds of its rows.
 
     Caches of layers that are no attention have states beside, which `batch_select_indices` fails
@@ -391,7 +391,8 @@ class _Batch:
         if self.cache is None:
             raise ValueError(f"{type(self.sampler.model).__name__} returns no key/value cache, "
                              "without which writing is too slow")
-        place_keys = self._keys_of_place()
+        place_keys = _mix_in_place(
+            self.keys[self.rows] + _signed((self.place + 1) * GOLDEN & BITS_64))
         ids_R, logp_R, entropy_R = self.sampler.draw(out.logits[:, -1], place_keys)
         self.ids[self.rows, self.place] = ids_R
         self.logp[self.rows, self.place] = logp_R
@@ -406,9 +407,6 @@ class _Batch:
         self.lengths[self.rows] = torch.where(finished_R, self.place, lengths_R)
         self.active = self.active & ~finished_R
         self._prepare_next(ids_R)
-
-    def _keys_of_place(self) -> Tensor:
-        return _mix_in_place(self.keys[self.rows] + _signed((self.place + 1) * GOLDEN & BITS_64))
 
     def _completed_by_text(self) -> Tensor:
         """Return (R,) bool: active rows whose prompt's `is_complete` ends them at this place."""
@@ -434,7 +432,7 @@ class _Batch:
         if self.mask is not None:
             self.mask = torch.cat([self.mask, self.mask.new_ones(len(self.mask), 1)], 1)
         # Rows that have ended cost as much as others; leaving them out copies the cache.
-        if num_active <= len(self.rows) // 2 and _can_select_rows(self.cache):
+        if num_active <= len(self.rows) // 2 and can_select_rows(self.cache):
             kept = self.active.nonzero_static(size=num_active).squeeze(1)
             self.cache.batch_select_indices(kept)
             self.next_ids = self.next_ids[kept]

@@ -313,7 +313,9 @@ def export_checkpoint(args):
     _check_replaceable(output, "--output")
     check_writable(f"--output {output}", _real_path(output).parent)
     student = empty_student(cfg, args.trust_remote_code)
-    encoder = student_encoder(cfg, student.config, args.trust_remote_code)
+    tokenizer, table = load_tokenizer("student", cfg.student, args.trust_remote_code)
+    generation = load_generation("student", cfg.student, student.config, tokenizer)
+    encoder = TextEncoder(tokenizer, table, sys.maxsize, template_kwargs(cfg), generation)
     weights = weights_of_checkpoint(checkpoint)
     adapter = adapter_of(student)
     if adapter:  # checkpoints hold no frozen weights, so there is nothing here to merge it into
@@ -338,13 +340,6 @@ def empty_student(cfg, trust_remote_code):
     if adapter:
         add_adapter(f"lora_r {cfg.lora_r}", student, adapter)
     return student
-
-
-def student_encoder(cfg, config, trust_remote_code):
-    """Return the TextEncoder of a run's student, of any length."""
-    tokenizer, table = load_tokenizer("student", cfg.student, trust_remote_code)
-    generation = load_generation("student", cfg.student, config, tokenizer)
-    return TextEncoder(tokenizer, table, sys.maxsize, template_kwargs(cfg), generation)
 
 
 def check_base_is_public(folder, repository):

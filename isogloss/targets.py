@@ -88,13 +88,6 @@ class TeacherSetup:
         num = len(self.encoder.table) if comparable_W is None else int(comparable_W.sum())
         return LOSSES[self.cfg.loss].columns and num > self.cfg.projection_topk
 
-    def can_be_asked_late(self):
-        """Tell whether a rank can ask it by itself, without waiting for weights or for others.
-
-        Columns are kept by what a teacher says of a whole step.
-        """
-        return not self.keeps_columns and self.spec.asked_late
-
 
 def step_targets(setups, micro_batches, group=None):
     """Return an iterable over micro-batches: the TeacherTarget of every teacher.

@@ -31,7 +31,10 @@ class Pair:
 
     @property
     def roles(self):
-        return tuple(_roles(table) for table in self.tables)
+        of_tables = []
+        for table in self.tables:
+            of_tables.append(", ".join(f"{role} {getattr(table, role)}" for role in ROLES))
+        return tuple(of_tables)
 
     @property
     def digest(self):
@@ -60,10 +63,6 @@ class Pair:
         teacher_tokenizer, teacher_table = load_tokenizer("teacher", teacher, trust_remote_code)
         tables = (student_table, teacher_table)
         return cls.of(student_tokenizer, teacher_tokenizer, (student, teacher), tables)
-
-
-def _roles(table):
-    return ", ".join(f"{role} {getattr(table, role)}" for role in ROLES)
 
 
 def load_tokenizer(flag, name, trust_remote_code=False):

@@ -109,7 +109,7 @@ def save_checkpoint(engine, folder, step, *, identity, layout, keep, state,
                 "run": identity,
                 "layout": layout,
                 "state": state,
-                "count": _next_count(folder),
+                "count": 1 + max(_orders(Path(folder).glob("step_*")).values(), default=0),
                 "written": time.time(),  # for people: a clock can go back
                 "files": files,
             }
@@ -204,10 +204,6 @@ def _orders(checkpoints):
             order = int(position_of(checkpoint).get("count", 0))
         orders[checkpoint] = order
     return orders
-
-
-def _next_count(folder):
-    return 1 + max(_orders(Path(folder).glob("step_*")).values(), default=0)
 
 
 def find_checkpoint(choice, folder, identity):

@@ -103,7 +103,8 @@ class StreamedExamples:
         """Yield the Blocks of an epoch, from a place in it on, whose first row has a position."""
         epoch = place["epoch"]
         state = place["rows"]
-        self.dataset.set_epoch(self._order_of_files(epoch))
+        # by which `datasets` orders the files; 0 would leave their order
+        self.dataset.set_epoch(int(np.random.default_rng([self.seed, epoch]).integers(1, 2**31)))
         if state:
             self.dataset.load_state_dict(state)
         has_text = place["number"] > 0
@@ -132,10 +133,6 @@ class StreamedExamples:
             samples.append(rows)
             num_rows += len(rows)
         return samples
-
-    def _order_of_files(self, epoch):
-        """Return the number by which `datasets` orders the files of an epoch; 0 would not."""
-        return int(np.random.default_rng([self.seed, epoch]).integers(1, 2**31))
 
     def _name_bad_row(self):
         """Raise the DataError of the first bad row: this stream is shuffled, the files are not."""

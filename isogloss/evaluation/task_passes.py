@@ -20,7 +20,8 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 import torch
 from transformers import DynamicCache
-from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
+
+from isogloss.rollout import can_select_rows
 
 # Of a forward pass on a CPU: what it computes stays in the cache of the processor.
 CPU_TOKENS = 1024
@@ -126,14 +127,10 @@ def plan_passes(rows, model, batch_size):
     """Return the Passes of Rows; the last ones, which run first, need most memory."""
     plain = [row for row in rows if not row.tails]
     contexts = [row for row in rows if row.tails]
-    limit = max((_end_of(row) for row in rows), default=0)
+    limit = max((len(row.ids) + _longest_tail(row) for row in rows), default=0)
     passes = [Pass(batch) for batch in _batches(plain, model, batch_size, limit)]
     passes += [Pass(batch) for batch in _batches(contexts, model, batch_size, limit)]
     return passes
-
-
-def _end_of(row):
-    return len(row.ids) + _longest_tail(row)
 
 
 def _longest_tail(row):
@@ -224,7 +221,7 @@ class Pass:
         options = self._options(mask_BL, has_tails)
         logits_NV, cache = _logits_at(model, ids_BL, kept_N, **options)
         scores.add(judged, logits_NV, places)
-        return Past(cache, mask_BL) if has_tails and _is_selectable(cache) else None
+        return Past(cache, mask_BL) if has_tails and can_select_rows(cache) else None
 
     def _options(self, mask_BL, has_tails):
         if self.past is None and not has_tails:
@@ -253,12 +250,6 @@ class Pass:
                 ids = tail.ids if past else np.concatenate([row.ids, tail.ids])
                 tails.append(replace(tail, ids=ids, before=number))
         return [Pass(batch, past) for batch in _batches(tails, model, batch_size, math.inf)]
-
-
-def _is_selectable(cache):
-    """Tell whether a cache holds keys and values alone, of which rows can be taken."""
-    kinds = DynamicLayer, DynamicSlidingWindowLayer
-    return type(cache) is DynamicCache and all(type(layer) in kinds for layer in cache.layers)
 
 
 def _logits_at(model, ids_BL, kept_N, **options):

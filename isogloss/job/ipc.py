@@ -53,10 +53,6 @@ def dtype_of(name: str) -> torch.dtype:
     return dtype
 
 
-def _name_of(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
-
-
 class Handle(NamedTuple):
     """Say where a published tensor lies.
 
@@ -81,7 +77,7 @@ class Handle(NamedTuple):
             "device": self.device,
             "location": [process_or_uuid, place],
             "shape": list(self.shape),
-            "dtype": _name_of(self.dtype),
+            "dtype": str(self.dtype).removeprefix("torch."),
             "nbytes": self.nbytes,
         }
 

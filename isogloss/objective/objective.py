@@ -171,16 +171,13 @@ class PairLoss:
     kd_loss: Callable | None
     weights: list
 
-    def has_cross_entropy(self, sub_tile):
-        return bool(self.weights[0]) and not sub_tile.on_policy
-
     def __call__(self, student, teacher, sub_tile):
         """Return (3,) sums, see `micro_batch_loss`."""
         # half precision would round sums of thousands of terms
         zero = student.new_zeros((), dtype=torch.float32)
         ce = zero
         kd = zero
-        if self.has_cross_entropy(sub_tile):
+        if self.weights[0] and not sub_tile.on_policy:
             # Tiles hold labeled positions only, so no row has to be selected.
             ce, _ = next_token_cross_entropy(
                 student[None], sub_tile.student_labels[None], select=False)

@@ -291,7 +291,8 @@ def start_pipeline(cfg, model, vocab, ds_config, teachers, are_local):
     plan = plan_of(cfg.student, model.config.get_text_config())
     work = layer_work(model, plan, vocab)
     for setup in teachers if are_local else ():
-        setup.asked_late = setup.can_be_asked_late()
+        # columns are kept by what a teacher says of a whole step
+        setup.asked_late = setup.spec.asked_late and not setup.keeps_columns
         if setup.asked_late:
             work[-1] += teacher_work(setup.spec)
     spans = cut_layers(work, cfg.pipeline_parallel)

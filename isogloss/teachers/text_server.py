@@ -157,8 +157,8 @@ class TextServer:
                              "http://host:8000#name")
         [card] = [named[wanted]] if wanted else named.values()
         context = card.get("max_model_len")
-        return ServedModel(card["id"], str(card.get("owned_by")),
-                           context if _is_number(context) and context else None)
+        is_number = type(context) is int and 0 < context < LARGEST
+        return ServedModel(card["id"], str(card.get("owned_by")), context if is_number else None)
 
     def score(self, model, texts, top_k):
         """Return the Likely of each text.
@@ -280,10 +280,6 @@ class TextServer:
 
 def _is_card(card):
     return isinstance(card, dict) and isinstance(card.get("id"), str)
-
-
-def _is_number(value):
-    return type(value) is int and 0 <= value < LARGEST
 
 
 def _words(content):
