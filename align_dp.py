@@ -257,11 +257,7 @@ def _equal(s_data, s, s_stop, t_data, t, t_stop):
 @njit(cache=True)
 def _align_segment(s_data, s_starts, s_first, s_stop, s_chunk,
                    t_data, t_starts, t_first, t_stop, t_chunk, most, band, num_chunks):
-    """Write the chunks of student tokens s_first..s_stop-1 and teacher tokens t_first..t_stop-1.
-
-    Returns:
-        the new number of chunks
-    """
+    """Write the chunks of s_first..s_stop-1 and t_first..t_stop-1; return their new number."""
     n = s_stop - s_first
     m = t_stop - t_first
     if n == 0 or m == 0:

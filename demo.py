@@ -561,7 +561,6 @@ def write_on(folder, seed, layout):
 
 
 def output_of(folder, arm, seed):
-    """Return the directory of a run."""
     name = f"{arm}_{seed}".replace(",", "").replace(" ", "_")
     return RUNS / folder.name / name
 

@@ -228,7 +228,6 @@ def read_batches(state, inputs, start, signals):
 
 
 def build_writer(state, inputs):
-    """Return the Writer of a run."""
     cfg = state.cfg
     prompter = build_prompter(cfg, inputs.student, samples_per_step(cfg, state.engine))
     elsewhere = None

@@ -275,7 +275,6 @@ class Survey:
 
 
 def survey(texts):
-    """Return the Survey of Texts."""
     digest = hashlib.sha256()
     tried = []
     num_texts = 0
@@ -292,7 +291,6 @@ def survey(texts):
 
 
 def open_texts(args, encoder):
-    """Return the Texts that the flags name."""
     cfg = args.run_config()
     encoders = {args.teacher_path: encoder}
     parts = [open_rows(cfg, args.data, args.split, encoders)]
@@ -673,7 +671,6 @@ def main(args):
 
 
 def cli(argv=None):
-    """Run the command line."""
     try:
         args = parse_flags(Args, sys.argv[1:] if argv is None else argv,
                            aliases={"dtype": "teacher_dtype"})

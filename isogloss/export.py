@@ -197,7 +197,6 @@ def export_model(engine, encoder, cfg):
 
 
 def _save_whole(student, weights, trust_remote_code, folder):
-    """Write a whole model in Hugging Face format."""
     if adapter_of(student):
         weights = merged_weights(student, weights)
     student.config.use_cache = True  # training switched it off
@@ -355,7 +354,6 @@ def check_base_is_public(folder, repository):
 
 
 def push(folder, repository, private):
-    """Upload an export to the hub."""
     from huggingface_hub import HfApi
 
     check_base_is_public(folder, repository)

@@ -448,7 +448,6 @@ def teacher_sends(layout, cfg, shape, engine):
 
 
 def _add_teacher(need, layout, cfg, *, shape, engine):
-    """Add what one teacher takes and sends."""
     b = 4 if cfg.teacher_dtype == "float32" else 2
     positions = layout.micro_batch * (cfg.teacher_max_length or cfg.max_length)
     # of all micro-batches, because teachers are asked before the step

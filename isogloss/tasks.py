@@ -74,7 +74,6 @@ def check_finite(path, model):
 
 
 def write_records(path, records):
-    """Write a JSON line for each record."""
     lines = [json.dumps(record, ensure_ascii=False) for record in records]
     try:
         Path(path).write_text("\n".join(lines) + "\n", encoding="utf-8")

@@ -310,7 +310,6 @@ def _locked(path):
 
 
 def _load_checked(path):
-    """Read a cached file."""
     tables = load_tables(path)
     try:
         checksum = tables.pop(CHECKSUM)

@@ -63,21 +63,13 @@ class Embedder:
 
     def _embed(self, texts):
         tokenized = self.tokenizer(texts, add_special_tokens=False, verbose=False)
-        ids, mask = self._padded(tokenized["input_ids"])
-        states = self.model.get_input_embeddings()(ids)
+        sequences = [torch.tensor(ids, dtype=torch.int64) for ids in tokenized["input_ids"]]
+        ids = torch.nn.utils.rnn.pad_sequence(sequences, batch_first=True, padding_value=-1)
+        ids = ids.to(self.device)
+        states = self.model.get_input_embeddings()(ids.clamp(min=0)).float()
         # The length is normalized below, so the sum over positions serves as the mean.
-        states = torch.where(mask[..., None], states.float(), 0.0)
+        states = torch.where(ids[..., None] >= 0, states, 0.0)
         return torch.nn.functional.normalize(states.sum(1), dim=-1)
-
-    def _padded(self, sequences):
-        """Return (ids, mask): (N, S) int64, 0 on padding, and bool, True on tokens."""
-        S = max(1, max(map(len, sequences)))  # 1 where no text has a token
-        ids = torch.zeros(len(sequences), S, dtype=torch.int64)
-        mask = torch.zeros(len(sequences), S, dtype=torch.bool)
-        for n, sequence in enumerate(sequences):
-            ids[n, : len(sequence)] = torch.tensor(sequence, dtype=torch.int64)
-            mask[n, : len(sequence)] = True
-        return ids.to(self.device), mask.to(self.device)
 
 
 def text_tokens(table):

@@ -394,7 +394,6 @@ def random_state():
 
 
 def set_random_state(state):
-    """Restore what `random_state` returned."""
     algorithm, keys, *rest = state["numpy"]
     np.random.set_state((algorithm, keys.numpy().astype(np.uint32), *rest))
     random.setstate(state["python"])

@@ -71,7 +71,6 @@ def write_card(target, folder, step):
 
 
 def card_text(record, cfg, lines, step, has_picture):
-    """Return the text of a model card."""
     name = public_name(cfg.export or cfg.output_dir).rpartition("/")[2]
     sections = [front_matter(cfg), f"# {name}", description(cfg)]
     sections.append(table(["", ""], facts(record, cfg, step)))
@@ -178,6 +177,5 @@ def _is_path(value):
 
 
 def table(head, entries):
-    """Return a Markdown table."""
     lines = [head, ["---"] * len(head), *entries]
     return "\n".join("| " + " | ".join(map(str, line)) + " |" for line in lines)

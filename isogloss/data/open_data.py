@@ -228,11 +228,7 @@ def _kind_of(source, files):
 
 
 def _features_of(request, kind, files, is_local):
-    """Return the types of the columns that are read.
-
-    Raises:
-        DataError: the files lack one, or differ in its type; others may differ.
-    """
+    """Return the types of the columns that are read, which all files have to have alike."""
     needed = (request.text_key, *request.json_keys, *request.plain_keys)
     columns_of_files = {}
     for file in files if is_local else files[:1]:
@@ -270,11 +266,7 @@ def _lacks(request, place, name, columns):
 
 
 def _check_alike(request, columns_of_files, is_json):
-    """Raise a DataError where a file differs from the first in a column that is read.
-
-    Args:
-        columns_of_files: {file: {column: type}}.
-    """
+    """Raise a DataError where a file, of {file: {column: type}}, differs from the first."""
     (first_file, first), *others = columns_of_files.items()
     needed = (request.text_key, *request.json_keys, *request.plain_keys)
     optional = () if is_json else request.optional_keys
@@ -328,11 +320,7 @@ def _columns_of(kind, files, wanted=()):
 
 
 def _open_rows(request, kind, features, splits):
-    """Open files as `file_rows.named_rows` reads them.
-
-    Args:
-        splits: {name: files}.
-    """
+    """Open the files of splits, {name: files}, as `file_rows.named_rows` reads them."""
     if request.streaming:
         files = file_keys(itertools.chain.from_iterable(splits.values()))
         return open_rows_of_files(kind, files, features, streaming=True)

@@ -114,7 +114,6 @@ class Rollout:
     is_canonical: bool
 
     def to_plain(self):
-        """Return a JSON-able dict."""
         prompt = self.prompt
         return {
             "key": list(prompt.key), "prompt_ids": prompt.ids.tolist(), "prompt": prompt.text,

@@ -147,7 +147,6 @@ class Worker:
             memory = memory[num_read:]
 
     def _wait(self, asked_to_end):
-        """Wait until the worker sends something."""
         begin = time.monotonic()
         while not self.connection.poll(PERIOD):
             seconds = time.monotonic() - begin

@@ -41,7 +41,6 @@ class ModelSums(Sums):
     tokens: float = 0
 
     def metrics(self, role):
-        """Return the metrics of the student or the teacher."""
         return {
             f"{role}_bits_per_byte": mean_of(self.nats / math.log(2), self.num_bytes),
             f"{role}_accuracy": mean_of(self.correct, self.tokens),

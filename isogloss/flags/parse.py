@@ -300,11 +300,7 @@ def _assignments(kind, argv, positional, aliases):
 
 
 def _assignments_of_file(kind, path, file_flag, aliases):
-    """Return {field name: text of its value} of a YAML file of flags.
-
-    Raises:
-        ValueError: it is no such file, or a key is no flag.
-    """
+    """Return {field name: text of its value} of a YAML file of flags."""
     keys = {}
 
     def name_of(key):
@@ -327,11 +323,7 @@ def _assignments_of_file(kind, path, file_flag, aliases):
 
 
 def _field_of(kind, flag, aliases):
-    """Return (field, negated) of a flag as it was written, such as --top-k or --nopack.
-
-    Raises:
-        ValueError: a short flag, or one that does not exist.
-    """
+    """Return (field, negated) of a flag as it was written, such as --top-k or --nopack."""
     by_name = _fields_by_name(kind)
     name = flag.lstrip("-").replace("-", "_")
     name = aliases.get(name, name)

@@ -208,12 +208,7 @@ def merge_into(model):
 
 
 def _product(layer, down_RI, up_OR):
-    """Return the float32 (out, in) matrix that an adapter adds to a weight, in that one's layout.
-
-    Args:
-        layer: of peft.
-        down_RI, up_OR: its A and B.
-    """
+    """Return the float32 (out, in) matrix that an adapter adds to a weight, in its layout."""
     delta = layer.scaling[NAME] * (up_OR.float() @ down_RI.float())
     return delta.T if getattr(layer, "fan_in_fan_out", False) else delta
 

@@ -39,7 +39,6 @@ def load_config(role, path, trust_remote_code=False):
 
 
 def _check_kind(role, path, config):
-    """Raise a ValueError for a config of another kind of model."""
     if getattr(config, "is_encoder_decoder", False):
         raise ValueError(f"--{role} {path}: is an encoder with a decoder ({config.model_type}); "
                          "expected a causal language model")

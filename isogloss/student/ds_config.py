@@ -145,12 +145,7 @@ def _resolve_learning_rate(config, cfg):
 
 
 def _fill_auto(section, auto_values, path, prefix=""):
-    """Replace every "auto" and `~` of a section, and of the sections inside it, in place.
-
-    Args:
-        auto_values: {dotted name: value}.
-        prefix: dotted name of the section, with a dot at its end.
-    """
+    """Replace every "auto" and `~` of a section, and of the sections inside it, in place."""
     for key, value in section.items():
         name = prefix + key
         if isinstance(value, dict):

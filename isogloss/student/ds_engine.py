@@ -101,7 +101,6 @@ def _optimizer_class(name, params, path):
 
 
 def _try_schedule(section, optimizer, path):
-    """Build the schedule and take two steps of it."""
     name = section.get("type")
     params = section.get("params", {})
     chosen = None

@@ -251,9 +251,6 @@ class CachedTeacher(TeacherSource):
     def _find(self, key, tokens):
         """Return the place in the index of a text, of which the run reads some tokens.
 
-        Args:
-            tokens: see `text_scores.BatchText`.
-
         Raises:
             DataError: the cache lacks it, or holds less of it, or other tokens.
         """

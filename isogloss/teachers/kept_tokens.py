@@ -54,7 +54,6 @@ class ByteOrder(NamedTuple):
 
 
 def byte_order(table):
-    """Return the ByteOrder of an `align.TokenTable`."""
     spelled = [table.bytes_of(token) for token in range(len(table))]
     ids_W = np.array(sorted(range(len(table)), key=lambda token: (spelled[token], token)))
     place_W = np.argsort(ids_W)

@@ -351,11 +351,7 @@ def of_sglang(answer, ids):
 
 
 def _likely(token_ids, logp, counts_N, spelled):
-    """Return a Likely whose fields have their types and ranges, and no token twice at a position.
-
-    Raises:
-        ValueError: they have others.
-    """
+    """Return a Likely; a ValueError where a field is of another type or range, or a token twice."""
     if not set(map(type, token_ids)) <= {int} or not all(0 <= one < LARGEST for one in token_ids):
         raise ValueError("it names tokens by something else than their ids")
     if not set(map(type, logp)) <= {int, float} or any(abs(value) > 1e300 for value in logp
@@ -399,7 +395,6 @@ class Requests:
         self.free = threading.BoundedSemaphore(most_at_once)
 
     def submit(self, function, *arguments):
-        """Return the Future of function(*arguments)."""
         future = Future()
         call = (future, function, *arguments)
         threading.Thread(target=self._run, args=call, daemon=True).start()
