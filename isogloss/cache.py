@@ -225,10 +225,7 @@ class Texts:
                     yield reader(row, first_row + number)
             first_row += number + 1
 
-    def examples(self, numbers):
-        return [self._example(number) for number in numbers]
-
-    def _example(self, number):
+    def example(self, number):
         for dataset, reader in self.parts:
             if number < len(dataset):
                 with explained(reader.source):
@@ -458,7 +455,7 @@ class ShardWriter:
             first = number * self.manifest.texts_per_shard
             numbers = range(first, min(first + self.manifest.texts_per_shard,
                                        self.manifest.num_texts))
-        examples = self.texts.examples(numbers)
+        examples = list(map(self.texts.example, numbers))
         keys = keys_of(examples).numpy()
         tokens = self.texts.tokens(examples) if examples else []
         lengths = [max(len(ids) - 1, 0) for ids in tokens]

@@ -94,10 +94,6 @@ def check_values(config, path):
         value = _value_of(config, name)
         if isinstance(value, (int, float)) and value > high:
             raise ValueError(f"--ds_config {path}: {name} is {value}, expected {high} or less")
-    stage = config.get("zero_optimization", {}).get("stage", 0)
-    if type(stage) is not int or stage not in range(4):  # in Python True is an int
-        raise ValueError(f"--ds_config {path}: zero_optimization.stage is {stage!r}, expected 0, "
-                         "1, 2 or 3")
     _check_refused(config, path)
 
 
