@@ -132,11 +132,9 @@ def plan_tiles(
     limits = _memory_limits(student, teacher, vocab_sizes, memory_mib, sub_tiles)
     tile_spans = _split(student_mib, _Span(0, student.num_units), limits.student_tile)
     spans_of_tile = []
-    all_spans = []
     for tile_span in tile_spans:
-        spans = _split(student_mib + teacher_mib, tile_span, limits.sub_tile)
-        spans_of_tile.append(spans)
-        all_spans.extend(spans)
+        spans_of_tile.append(_split(student_mib + teacher_mib, tile_span, limits.sub_tile))
+    all_spans = [span for spans in spans_of_tile for span in spans]
     block_of = _group_into_blocks(teacher_mib, all_spans, limits.teacher_block)
     in_block = torch.zeros(0, dtype=torch.long)
     tiles = []
