@@ -15,6 +15,7 @@ import torch
 from benchmarks import gpu, gpu_job
 from benchmarks.gpu import Skipped
 from conftest import ROOT
+from isogloss.models.compiler import missing_compiler
 
 # gpu_job.py holds checks of gpu.py and rivals.py losses of square.py; they are no scripts
 SCRIPTS = sorted(path.name for path in (ROOT / "benchmarks").glob("*.py"))
@@ -177,6 +178,8 @@ def test_shared_memory_is_checked_in_both_directions():
 
 @pytest.mark.slow
 def test_compiled_divergences_are_compared_with_float64(monkeypatch):
+    if missing := missing_compiler():
+        pytest.skip(missing)
     monkeypatch.setattr(gpu, "DIVERGENCES", ["generalized_jsd"])
     arguments = dict(rows=2, V=11, device="cpu", dtypes=[torch.float32])
     passed, figures = gpu.compiled(**arguments)

@@ -231,6 +231,33 @@ def test_a_loss_scale_can_be_read(tmp_path):
     assert vars(read) == vars(scaler)
 
 
+class WrittenByGetattr:
+    """An attribute as Python 3.11 before 3.11.4 writes the members of an Enum."""
+
+    def __init__(self, *words):
+        self.words = words
+
+    def __reduce__(self):
+        return getattr, self.words
+
+
+def test_a_zero_stage_can_be_read_as_every_python_writes_it(tmp_path):
+    """And no attribute of anything else."""
+    from deepspeed.runtime.zero.config import ZeroStageEnum
+
+    from isogloss.checkpoints.unpickle import known_classes_only
+
+    path = tmp_path / "file.pt"
+    for stage in (ZeroStageEnum.gradients, WrittenByGetattr(ZeroStageEnum, "gradients")):
+        torch.save({"stage": stage}, path)
+        with known_classes_only(tmp_path):
+            read = torch.load(path, weights_only=False)["stage"]
+        assert read is ZeroStageEnum.gradients
+    torch.save({"stage": WrittenByGetattr(torch.nn.Parameter, "mro")}, path)
+    with pytest.raises(ValueError, match="holds more than"), known_classes_only(tmp_path):
+        torch.load(path, weights_only=False)
+
+
 # --- whole jobs -----------------------------------------------------------------------------------
 
 
