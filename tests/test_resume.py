@@ -209,7 +209,7 @@ def test_a_run_goes_on_in_every_other_layout(models, texts, tmp_path):
         folder = tmp_path / str(first)
         # the held-out accuracy leaps in bf16
         last = -1 if first.bf16 else None
-        check_same_curve(whole[:last], losses_of(folder)[:last], 2e-2 if first.bf16 else 1e-4,
+        check_same_curve(whole[:last], losses_of(folder)[:last], 3e-2 if first.bf16 else 1e-4,
                          1e-6, first)
         for then in layouts:
             resumed = losses_of(tmp_path / f"{first} {then}")[:last]
