@@ -10,7 +10,6 @@ import torch.distributed as dist
 
 from isogloss.checkpoints.checkpoint import CannotSave, checkpoint_name, save_checkpoint
 from isogloss.checkpoints.run_identity import checkpoint_folder, run_identity, run_layout
-from isogloss.data.order import sample_bounds
 from isogloss.evaluation.evaluate import evaluate
 from isogloss.export import export_model, export_projection, projection_path
 from isogloss.flags.model_names import without_secrets
@@ -35,15 +34,14 @@ def announce(state, inputs, start):
     for setup in state.teachers:
         model += f", teacher {setup.name} ({setup.cfg.loss}, weight {setup.cfg.kd_weight:g})"
     tell(model if state.teachers else f"{model}, no teacher")
-    readers = num_readers(cfg)
-    micro_batch = engine.train_micro_batch_size_per_gpu()
     batch = samples_per_step(cfg, engine)
-    shape = f"{readers} x {micro_batch} x {engine.gradient_accumulation_steps()}"
+    micro_batch = engine.train_micro_batch_size_per_gpu()
+    shape = f"{num_readers(cfg)} x {micro_batch} x {engine.gradient_accumulation_steps()}"
     length = f"{counted(cfg.steps, 'step')} of {counted(batch, 'sample')} ({shape})"
     if cfg.streaming:
         length += " of a stream"
-    else:
-        samples = len(sample_bounds(inputs.data.train_data, inputs.data.reader)) - 1
+    elif not cfg.join_rows:  # whose samples are told by all of the data
+        samples = len(inputs.data.train_data)
         length += f" = {cfg.steps * batch / samples:.3g} epochs of {samples:,}"
     ranks = counted(dist.get_world_size(), "rank")
     tell(f"{length}, ZeRO {engine.zero_optimization_stage()} on {ranks}; metrics in "

@@ -3,6 +3,7 @@
 import json
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 from typing import NamedTuple
 
 import pytest
@@ -13,11 +14,12 @@ import ranks
 from isogloss import distill
 from isogloss.data.batch import Collator, PairOptions
 from isogloss.data.batch_types import Example
-from isogloss.data.rollouts import Prompter, completed
+from isogloss.data.rollouts import Prompter, RolloutPrompt, completed
 from isogloss.inputs import load_text_encoder, plan_teachers
 from isogloss.job.launch import start_distributed
 from isogloss.losses import next_token_cross_entropy
 from isogloss.rollout import Completion
+from isogloss.writing import on_policy
 from jobs import check_same_curve, ds_config, losses_of, run_all, write_corpus
 from steps import Case, Layout, Reference, check_steps, flags_for
 
@@ -277,3 +279,23 @@ def test_a_student_that_is_its_teacher_learns_nothing(base, models):
         record, *_ = records_of(output).values()
         [teacher_nats] = record["teacher_nats_per_byte"].values()
         assert record["student_nats_per_byte"] == pytest.approx(teacher_nats, rel=1e-4)
+
+
+@pytest.mark.parametrize("keys, age", [([(0, 0), (1, 0)], 1), ([(0, 0)], 0)])
+def test_what_was_written_ahead_serves_the_step_that_it_was_written_for(monkeypatch, keys, age):
+    """A checkpoint of the step before bad ones lacks some of it: then today's weights write."""
+    monkeypatch.setattr(on_policy, "global_sums", lambda values: values)
+    prompts = [RolloutPrompt((source, 0), [], "", None, None, 1) for source in range(2)]
+    writer = on_policy.Writer(*[None] * 8, is_restored=True, ahead=dict.fromkeys(keys, "ahead"))
+    asked = []
+
+    def write(prompts, _):
+        asked.extend(prompts)
+        return [SimpleNamespace(prompt=prompt) for prompt in prompts]
+
+    writer.rollouts = write
+    draft = SimpleNamespace(examples=[Example(prompt) for prompt in prompts])
+    writer._take_batch([draft])
+    assert writer.age == age and (not asked) == bool(age)
+    assert set(writer.written) == {(0, 0), (1, 0)}
+    assert (set(writer.written.values()) == {"ahead"}) if age else len(asked) == 2

@@ -9,9 +9,11 @@ import torch.distributed as dist
 import ranks
 from conftest import ROOT
 from isogloss import distill
+from isogloss.checkpoints import checkpoint
 from isogloss.checkpoints.checkpoint import find_checkpoint
 from isogloss.checkpoints.convert import check_convertible
 from isogloss.checkpoints.run_identity import expected_identity, run_identity
+from isogloss.config import Config
 from isogloss.inputs import check_start
 from isogloss.log import LOGS, check_logs, lines_until
 from jobs import check_same_curve, ds_config, losses_of, run_all, run_distill, write_corpus
@@ -186,6 +188,14 @@ MOVES = {
     Layout(2, 0, bf16=True): [Layout(2, 2, bf16=True)],
     Layout(2, 3, bf16=True): [Layout(2, 0, bf16=True)],
 }
+
+
+def test_what_an_older_checkpoint_lacks_was_as_it_is_by_default(monkeypatch):
+    monkeypatch.setattr(checkpoint, "position_of", lambda _: {"run": {"loss": "uld"}})
+    checkpoint.check_identity("auto", "folder", {"loss": "uld", "staleness": Config.staleness})
+    for other in ({"loss": "alm"}, {"loss": "uld", "staleness": 0}):
+        with pytest.raises(ValueError, match="belongs to another run"):
+            checkpoint.check_identity("auto", "folder", other)
 
 
 @pytest.mark.slow

@@ -22,6 +22,7 @@ import sys
 import time
 import zlib
 from contextlib import contextmanager, suppress
+from dataclasses import fields
 from pathlib import Path
 
 import numpy as np
@@ -31,6 +32,7 @@ from deepspeed.accelerator import get_accelerator
 
 from isogloss.checkpoints.convert import check_convertible, load_converted
 from isogloss.checkpoints.unpickle import known_classes_only
+from isogloss.config import Config
 from isogloss.flags.model_names import without_secrets
 from isogloss.job.files import (
     files_in,
@@ -312,7 +314,9 @@ def agree_on_start(checkpoint):
 
 def check_identity(choice, checkpoint, identity):
     """Check that a checkpoint belongs to the run with this identity."""
-    saved = without_secrets(position_of(checkpoint)["run"])
+    # flags that an older checkpoint lacks were as they are by default
+    saved = {flag.name: flag.default for flag in fields(Config)}
+    saved |= without_secrets(position_of(checkpoint)["run"])
     differing = [key for key, value in identity.items() if saved.get(key) != value]
     if not differing:
         return
