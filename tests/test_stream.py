@@ -162,6 +162,15 @@ def test_an_epoch_without_text_ends_the_job_but_not_the_rest_of_one(tmp_path):
         StreamedExamples(empty, READER, 3).example(30)
 
 
+def test_a_reader_leaves_alone_what_all_workers_share(dataset):
+    """The number of the epoch: `datasets` adds to it in place, in the memory of all workers."""
+    shared = dataset.select_columns(["text"])
+    examples = StreamedExamples(shared, READER, 3)
+    positions = range(2 * len(ALL))
+    assert {text_in(examples.example(position)) for position in positions} == ALL
+    assert shared.epoch == 0
+
+
 def test_places_are_found_by_position():
     places = Places()
     assert places.before(9) is None

@@ -8,6 +8,7 @@ stream come in another order in every epoch, unless its first rows are held out.
 Tests: tests/test_stream.py.
 """
 
+import copy
 import itertools
 import time
 from dataclasses import dataclass
@@ -91,6 +92,9 @@ class StreamedExamples:
 
     def _all_blocks(self, place):
         """Yield the Blocks of all epochs, from a place on; None: from the first row on."""
+        # `datasets` keeps the epoch in memory that all worker processes share, and each reads on in
+        # an epoch of its own
+        self.dataset = copy.deepcopy(self.dataset)
         place = place or {"position": 0, "epoch": 0, "number": 0, "rows": None}
         position = place["position"]
         while True:
