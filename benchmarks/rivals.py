@@ -18,6 +18,9 @@ bpm   Byte-Prefix Marginalization (arXiv:2607.22334, github.com/K1XE/BPM at 5509
     token those that begin with what was read; student tokens that are longer than the teacher's on
     the realized bytes take the chain product from it.  Forward KL; tokens without a target are one
     event.
+no_teacher   The baseline of arXiv:2608.31046 for what a student has written: a fixed negative
+    advantage on tokens that the student found unlikely, so log p where p < UNLIKELY, and 0
+    elsewhere.  The paper's threshold is not in its abstract.
 
 Tests: tests/test_rivals.py.
 """
@@ -35,13 +38,15 @@ from isogloss.losses import find_chunks
 from isogloss.objective.loss_table import LOSSES, DistillationLoss, LossSpec
 
 TINY = 1e-12  # the least mass of a rest
+UNLIKELY = 0.1  # the probability below which no_teacher pushes a token down; not tuned
 SPAN = 8  # longest student token that bpm follows, in teacher tokens
 
 
 def add():
     """Put the losses into the table."""
     for name, loss in {"simct": partial(Simct, reverse=True), "simct_fkl": Simct, "csd": Csd,
-                       "csd_first": partial(Csd, first=0.2, many=2.0), "bpm": Bpm}.items():
+                       "csd_first": partial(Csd, first=0.2, many=2.0), "bpm": Bpm,
+                       "no_teacher": NoTeacher}.items():
         LOSSES[name] = LossSpec(partial(build, loss), "chunks")
 
 
@@ -357,3 +362,15 @@ class Bpm:
         for (token, mass), (_, longer) in zip(chain, [*chain[1:], (None, 0.0)]):
             changes.append((number, token, mass - longer))
         return changes
+
+
+class NoTeacher:
+    """Push down tokens that the student found unlikely; the teacher is not asked."""
+
+    def __init__(self, pair):
+        del pair
+
+    def __call__(self, x_NV, y_MW, next_S, next_T, chunks):
+        logp_R = x_NV.log_softmax(-1)[chunks.row_S, next_S[chunks.row_S]]
+        unlikely_R = torch.where(logp_R < np.log(UNLIKELY), logp_R, 0.0)
+        return unlikely_R.new_zeros(len(chunks.first_S)).index_add(0, chunks.of_S, unlikely_R)

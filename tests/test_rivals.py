@@ -2,6 +2,7 @@
 
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 
@@ -104,3 +105,16 @@ def test_bpm_inside_a_token_knows_what_was_read(pair, logits):
     # behind "a" only "ab" and "ac" can have come
     inside = torch.stack([q[0, 2], q[0, 3]]) / (q[0, 2] + q[0, 3])
     assert found[1] == pytest.approx(float(kl(inside, p[1, [1, 2]])), rel=1e-4)
+
+
+def test_no_teacher_pushes_down_what_is_unlikely(pair, logits):
+    x = logits[0].detach()
+    likely = x.clone()
+    likely[torch.arange(2), torch.tensor(CUT[0])] += 20
+    logp = x.log_softmax(-1)[torch.arange(2), torch.tensor(CUT[0])]
+    expected = [one if one < np.log(0.1) else 0.0 for one in logp.tolist()]
+    assert any(expected)
+    assert values(rivals.NoTeacher(pair), logits) == pytest.approx(torch.tensor(expected))
+    chunks = find_chunks(*[torch.tensor([chunk]) for chunk in CHUNK])
+    ids = [torch.tensor(one) for one in CUT]
+    assert not rivals.NoTeacher(pair)(likely, logits[1], *ids, chunks).any()
