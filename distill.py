@@ -326,7 +326,7 @@ def teacher_names(state):
 def weigh_rollouts(state, micro_batches):
     """Check rollouts that were just written, weigh older ones; return (micro-batches, metrics)."""
     if micro_batches[0].rollout_age:
-        return weigh_by_ratio(state.cfg, state.engine, micro_batches, state.sequence_group)
+        return weigh_by_ratio(state.cfg, state.student, micro_batches, state.sequence_group)
     metrics = {}
     if state.writer.has_other_weights():
         metrics = state.writer.gap(micro_batches)

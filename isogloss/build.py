@@ -230,12 +230,15 @@ def read_batches(state, inputs, start, signals):
 def build_writer(state, inputs):
     cfg = state.cfg
     prompter = build_prompter(cfg, inputs.student, samples_per_step(cfg, state.engine))
+    readers = state.sequence_group
+    if cfg.pipeline_parallel > 1:
+        readers = join_sequence_group(cfg.pipeline_parallel)
     elsewhere = None
     if cfg.writer_command:
         elsewhere = NodeWriter(cfg, state.engine, inputs.student, state.device)
     return Writer(
-        cfg, state.engine, inputs.student, build_collator(cfg, inputs, state.device), prompter,
-        inputs.data.held_out_reader, inputs.data.held_out_data, state.device, state.sequence_group,
+        cfg, state.student, inputs.student, build_collator(cfg, inputs, state.device), prompter,
+        inputs.data.held_out_reader, inputs.data.held_out_data, state.device, readers,
         None if elsewhere else state.whole_student, elsewhere)
 
 

@@ -720,7 +720,8 @@ EXCLUDES = [
      ", which cuts a model without adapters; use ZeRO-3, or leave out one of them"),
     ("writer", "rollout_command", ": both say what writes; leave out one of them"),
     ("pipeline_parallel", "sequence_parallel", ": these do not go together; leave out one of them"),
-    ("pipeline_parallel", "on_policy", ": these do not go together; leave out one of them"),
+    *[(name, "pipeline_parallel", ", whose stages share no weights; use ZeRO-3, or let the student "
+       "itself write") for name in ("writer", "rollout_command")],
     ("teacher_prompt_key", "on_policy",
      ", whose texts are not in the data; leave out one of them"),
     ("teacher_compile", "teacher_offload",

@@ -379,7 +379,8 @@ def _add_student(need, layout, shape):
     head = 0 if cfg.lora_r else 4 * shape.head
     need.backward["loss"] = (cfg.loss_memory_mib or MOST_AUTO_MIB) * 2**20 + head
     need.step = gradients + (12 * trained // sharers if is_sharded else 8 * trained)
-    if cfg.on_policy and layout.stage == 3 and cfg.rollout_replica:
+    has_replica = layout.stage == 3 and cfg.rollout_replica
+    if cfg.on_policy and (has_replica or cfg.pipeline_parallel > 1):
         need.stays["replica that writes"] = b * shape.weights
     add_student_sends(need, layout, shape, weights=weights, trained=trained)
 

@@ -151,6 +151,8 @@ def base(models, texts, tmp_path_factory):
         for micro_batch_size, num_ranks in ((8, 1), (2, 2), (4, 2), (2, 4)):
             name = f"zero{stage}-{micro_batch_size}-{num_ranks}.json"
             ds_config(folder / name, stage, micro_batch_size, 8 // micro_batch_size // num_ranks)
+    for num_ranks in (1, 2):  # of pipelines
+        ds_config(folder / f"zero1-2-{num_ranks}.json", 1, 2, 4 // num_ranks)
     return folder, [
         f"--student={models[0]}", f"--teacher={models[1]}", "--max_length=120",
         f"--data={write_corpus(folder, texts, 30)}", "--eval_rows=6", "--on_policy=0.5",
@@ -178,9 +180,16 @@ def written_by(output):
     return {key: (record["ids"], record["ended"]) for key, record in records_of(output).items()}
 
 
+def said_of(record):
+    """Return what the models say of a record, nats per byte."""
+    return [record["student_nats_per_byte"], *record["teacher_nats_per_byte"].values()]
+
+
 def without_gaps(lines):
     """Return metrics lines without what only some layouts have."""
-    return [{key: value for key, value in line.items() if "logp_gap" not in key} for line in lines]
+    only_some = "rollout/logp_gap", "bubble", "slowest_stage", "fastest_stage"
+    return [{key: value for key, value in line.items() if not key.startswith(only_some)}
+            for line in lines]
 
 
 def check_same_rollouts_curve(expected, lines, name=""):
@@ -197,6 +206,7 @@ def test_the_same_rollouts_and_curve_in_every_layout(base):
         "shards": (2, config_of(base, 3, 8, 1), "--sequence_parallel=2"),
         "packed": (2, config_of(base, 2, 4, 2), "--pack", "--num_workers=0"),
         "four": (4, config_of(base, 2, 2, 4)),
+        "pipelines": (4, config_of(base, 1, 2, 2), "--pipeline_parallel=2"),
     }
     by_ranks = {}
     for name, (num_ranks, *flags) in runs.items():
@@ -205,18 +215,20 @@ def test_the_same_rollouts_and_curve_in_every_layout(base):
     for num_ranks, commands in by_ranks.items():
         run_all(num_ranks, *commands)
     expected = losses_of(folder / "one", -1)
-    rollouts = written_by(folder / "one")
+    rollouts = records_of(folder / "one")
     for name in runs:
         check_same_rollouts_curve(expected, losses_of(folder / name, -1), name=name)
-        for key, value in written_by(folder / name).items():  # rank 0 logs its own
-            assert rollouts[key] == value, (name, key)
+        for key, record in records_of(folder / name).items():  # rank 0 logs its own
+            assert rollouts[key]["ids"] == record["ids"], (name, key)
+            assert said_of(rollouts[key]) == pytest.approx(said_of(record), rel=1e-3), (name, key)
     last = expected[-2]
     assert 0 < last["rollout/share"] < 1
     assert last["rollout/staleness"] == 0
     assert last["kd/on"] > 0 and last["kd/off"] > 0
     assert expected[-1]["eval/rollout/share"] == 1
-    for line in losses_of(folder / "two", 0)[:2]:  # a copy of the partitioned student writes
-        assert line["rollout/logp_gap"] < 1e-4
+    for name in ("two", "pipelines"):  # a copy of the student writes
+        for line in losses_of(folder / name, 0)[:2]:
+            assert line["rollout/logp_gap"] < 1e-4
 
 
 def test_teachers_on_ranks_of_their_own_correct_rollouts(base):
@@ -224,9 +236,11 @@ def test_teachers_on_ranks_of_their_own_correct_rollouts(base):
     folder, argv = base
     flags = [*argv, "--rollout_every=3", "--steps=4", config_of(base, 2, 8, 1)]
     run_all(1, [*flags, f"--output_dir={folder / 'own'}"])
-    # shards of sequences: the two ranks have the samples of one
-    for flag in ("--teacher_ranks=1", "--sequence_parallel=2"):
-        run_all(2, [*flags, flag, f"--output_dir={folder / flag}"])
+    # shards of sequences, and stages: the two ranks have the samples of one
+    stages = config_of(base, 1, 2, 1)
+    for flag, *more in (["--teacher_ranks=1"], ["--sequence_parallel=2"],
+                        ["--pipeline_parallel=2", stages]):
+        run_all(2, [*flags, flag, *more, f"--output_dir={folder / flag}"])
         check_same_rollouts_curve(losses_of(folder / "own", -1), losses_of(folder / flag, -1))
 
 

@@ -430,7 +430,7 @@ def test_gaps_above_and_below_do_not_cancel(monkeypatch):
     monkeypatch.setattr(on_policy, "global_sums", torch.as_tensor)
     monkeypatch.setattr(on_policy.dist, "all_reduce", lambda *_, **__: None)
     student = types.SimpleNamespace(logp=torch.tensor([[-1.0, -2.0, math.nan]]))
-    writer = types.SimpleNamespace(engine=None, device=torch.device("cpu"))
+    writer = types.SimpleNamespace(runner=None, device=torch.device("cpu"))
     metrics = on_policy.Writer.gap(writer, [types.SimpleNamespace(student=student)])
     assert metrics == {"rollout/logp_gap": 0.5, "rollout/logp_gap_max": 0.5}
 

@@ -291,8 +291,10 @@ def start_pipeline(cfg, model, vocab, ds_config, teachers, are_local):
     plan = plan_of(cfg.student, model.config.get_text_config())
     work = layer_work(model, plan, vocab)
     for setup in teachers if are_local else ():
-        # columns are kept by what a teacher says of a whole step
-        setup.asked_late = setup.spec.asked_late and not setup.keeps_columns
+        # columns are kept by what a teacher says of a whole step, and what it says of the student's
+        # own text is logged behind it
+        waits = setup.keeps_columns or cfg.on_policy
+        setup.asked_late = setup.spec.asked_late and not waits
         if setup.asked_late:
             work[-1] += teacher_work(setup.spec)
     spans = cut_layers(work, cfg.pipeline_parallel)

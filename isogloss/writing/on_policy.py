@@ -12,7 +12,6 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-import deepspeed
 import numpy as np
 import torch
 import torch.distributed as dist
@@ -40,6 +39,7 @@ from isogloss.job.counts import Counts, PairCounts, Sums, global_sums, mean_of
 from isogloss.job.rendezvous import values_of_ranks
 from isogloss.job.sequence_group import SequenceGroup
 from isogloss.rollout import Prompt, write
+from isogloss.student.engine import StudentRunner
 from isogloss.student.whole_student import WholeStudent
 from isogloss.targets import rollout_nats
 from isogloss.writing.node_writer import NodeWriter
@@ -97,12 +97,12 @@ class Writer:
     """Write rollouts with the student's current weights.
 
     Attributes:
-        engine: DeepSpeed engine around a StudentWithLoss.
+        runner: `engine.StudentRunner` of the student in training.
         collator: makes Batches of Drafts.
         prompter: Prompter, for held-out rows.
         held_out_data: rows of an evaluation.
         device: of this rank.
-        sequence_group: ranks that read the same samples, or None.
+        readers: SequenceGroup of the ranks that read the same samples, or None.
         student: WholeStudent that writes, unless a process does.
         elsewhere: NodeWriter whose process writes, or None.
         written: {(source, copy): WrittenExample} of the current batch of rollouts.
@@ -115,14 +115,14 @@ class Writer:
     """
 
     cfg: Config
-    engine: deepspeed.DeepSpeedEngine
+    runner: StudentRunner
     encoder: TextEncoder
     collator: Collator
     prompter: Prompter
     reader: ExampleReader
     held_out_data: object
     device: torch.device
-    sequence_group: SequenceGroup | None = None
+    readers: SequenceGroup | None = None
     student: WholeStudent | None = None
     elsewhere: NodeWriter | None = None
     written: dict = field(default_factory=dict)
@@ -233,8 +233,8 @@ class Writer:
         return self._completed(shard, completions, len(prompts))
 
     def _starts(self, prompts, purpose):
-        """Return (RolloutPrompts, Prompts) of this rank's share of a sequence group's work."""
-        group = self.sequence_group
+        """Return (RolloutPrompts, Prompts) of this rank's share of its readers' work."""
+        group = self.readers
         shard = prompts[group.rank :: group.size] if group else prompts
         starts = []
         for prompt in shard:
@@ -243,11 +243,11 @@ class Writer:
         return shard, starts
 
     def _completed(self, shard, completions, num_prompts):
-        """Return the Rollouts of all ranks of the sequence group."""
+        """Return the Rollouts of all ranks that read the same samples."""
         written = []
         for prompt, completion in zip(shard, completions):
             written.append(completed(prompt, completion, self.encoder))
-        group = self.sequence_group
+        group = self.readers
         if not group:
             return written
         plain = [rollout.to_plain() for rollout in written]
@@ -315,6 +315,8 @@ class Writer:
         nats_of_batches = []
         for of_batch in targets:
             nats_of_batches.append([target.rollout_nats for target in of_batch])
+        if not self.runner.computes_loss:
+            nats_of_batches = [[None] * len(names) for _ in batches]
         self.records = self.first_records(batches, nats_of_batches, names)
         sums = RolloutSums(seconds=self.seconds, teacher_nats=[0.0] * len(names))
         for of_batch in targets:
@@ -341,8 +343,8 @@ class Writer:
         return {f"rollout/{name}": value for name, value in metrics.items()}
 
     def _counts_samples(self):
-        """Tell whether this rank counts its samples: of a sequence group the first one does."""
-        return self.sequence_group is None or self.sequence_group.rank == 0
+        """Tell whether this rank counts its samples: of those that read them the first one does."""
+        return self.readers is None or self.readers.rank == 0
 
     def first_records(self, batches, nats_of_batches, names, held_out=False):
         """Return the first rollouts of this rank as dicts, at most --rollout_log.
@@ -353,7 +355,9 @@ class Writer:
         """
         records = []
         for batch, of_batch in zip(batches, nats_of_batches):
-            nats = [self._whole_nats(nats_B) for nats_B in of_batch]
+            nats = of_batch
+            if held_out or batch.is_measured:
+                nats = [self._whole_nats(nats_B, len(batch.sample_ids)) for nats_B in of_batch]
             for number, rollout in enumerate(batch.rollouts):
                 if rollout is not None and len(records) < self.cfg.rollout_log:
                     of_teachers = {}
@@ -365,13 +369,15 @@ class Writer:
                     records.append(record | record_of(rollout, of_teachers))
         return records
 
-    def _whole_nats(self, nats_B):
-        """Return (samples,) nats over the whole sequences, of which this rank has its shards'."""
-        if nats_B is None or self.sequence_group is None:
+    def _whole_nats(self, nats_B, num_samples):
+        """Return (samples,) nats over whole sequences, of which this rank has a shard's or none."""
+        if self.readers is None:
             return nats_B
-        nats_B = nats_B.clone()
-        dist.all_reduce(nats_B, group=self.sequence_group.group)
-        return nats_B
+        whole_B = torch.zeros(num_samples, dtype=torch.float64, device=self.device)
+        if nats_B is not None:
+            whole_B += nats_B
+        dist.all_reduce(whole_B, group=self.readers.group)
+        return whole_B
 
     def gap(self, batches):
         """Return how far the student's log-probabilities are from those when it wrote.
@@ -384,9 +390,9 @@ class Writer:
             metrics, equal on every rank.
         """
         student = batches[0].student
-        logp_BS = current_logp(self.engine, student)
-        difference = torch.zeros(1, device=self.device)
-        if student.logp is not None:
+        logp_BS = current_logp(self.runner, student)
+        difference = torch.zeros(0, device=self.device)
+        if student.logp is not None and logp_BS is not None:
             is_written = ~student.logp.isnan()
             difference = (logp_BS - student.logp)[is_written].abs()
         totals = global_sums([float(difference.sum()), difference.numel()]).tolist()
@@ -440,7 +446,7 @@ def evaluate_rollouts(writer, setups):
     All ranks take part.  The noise is the same at every evaluation.
     """
     begin = time.perf_counter()
-    batches, sums = writer.held_out_batches(writer.engine.train_micro_batch_size_per_gpu())
+    batches, sums = writer.held_out_batches(writer.runner.engine.train_micro_batch_size_per_gpu())
     seconds = time.perf_counter() - begin
     counts = [PairCounts() for _ in setups]
     sums.teacher_nats = [0.0] * len(setups)

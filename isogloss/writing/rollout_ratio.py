@@ -34,12 +34,18 @@ class LabelLogp:
         return logp.view_as(self.labels_BS)
 
 
-def current_logp(engine, batch):
-    """Return (B, S) log-probabilities of a StudentBatch's labels; all ranks take part."""
-    engine.eval()
+def current_logp(student, batch):
+    """Return (B, S) log-probabilities of a StudentBatch's labels; all ranks take part.
+
+    Args:
+        student: `engine.StudentRunner`.
+    Returns:
+        None where another rank of the pipeline has them.
+    """
+    student.engine.eval()
     with torch.no_grad():
-        logp_BS = engine(batch, LabelLogp(batch.labels))
-    engine.train()
+        [logp_BS] = student.reduce([batch], [LabelLogp(batch.labels)])
+    student.engine.train()
     return logp_BS
 
 
@@ -59,7 +65,7 @@ class RatioSums(Sums):
     limited: float = 0
 
 
-def weigh_by_ratio(cfg, engine, batches, sequence_group):
+def weigh_by_ratio(cfg, student, batches, sequence_group):
     """Weigh the terms of rollouts that older weights wrote; all ranks take part.
 
     A term at a place of a rollout weighs p / p_old of the tokens before it, because so much more
@@ -71,8 +77,8 @@ def weigh_by_ratio(cfg, engine, batches, sequence_group):
     sums = RatioSums()
     largest = 0.0
     for batch in batches:
-        logp_BS = current_logp(engine, batch.student)
-        if batch.student.logp is None:
+        logp_BS = current_logp(student, batch.student)
+        if batch.student.logp is None or logp_BS is None:
             continue
         ratio_BS, largest_here = rollout_ratio(cfg, batch, logp_BS, sequence_group, sums)
         largest = max(largest, largest_here)
@@ -83,7 +89,7 @@ def weigh_by_ratio(cfg, engine, batches, sequence_group):
             teachers.append(weigh_positions(teacher, ratio_N1.squeeze(1)))
         batch.teachers = teachers
     sums = sums.all_reduce()
-    largest = torch.tensor(largest, device=logp_BS.device)
+    largest = torch.tensor(largest, device=student.engine.device)
     dist.all_reduce(largest, op=dist.ReduceOp.MAX)
     metrics = {"rollout/ratio": mean_of(sums.total, sums.count),
                "rollout/ratio_limited": mean_of(sums.limited, sums.count),
