@@ -11,8 +11,8 @@ one rank, with cross-entropy on the samples that are data.  Then the student wri
 
 judge   bits per byte that the judge finds in what it wrote; low also where it repeats itself
 4-grams share of the texts' sequences of four words that are distinct
-held    bits per byte of the held-out stories
-behind  bits per byte of 40 of their words behind ten words of the student's own
+held    bits per byte of the held-out stories, as far as training reads them
+behind  bits per byte of 30 of their words behind ten words of the student's own
 
 Runs are kept in runs/on_policy; complete ones are not repeated.  `no_teacher` is of rivals.py.
 Figures of record are in docs/LOG.md.
@@ -43,7 +43,8 @@ STUDENT = "stories260K"
 FIRST_STEPS, FIRST_RATE = 500, 3e-3
 HELD_OUT = 200
 PROMPT, WRITTEN = 16, 128  # tokens
-WORDS, HUMAN_WORDS = 10, 40
+WORDS, HUMAN_WORDS = 10, 30
+READ = 300  # bytes, about 140 tokens
 DS_CONFIG = {
     "train_batch_size": 16, "train_micro_batch_size_per_gpu": 16, "gradient_clipping": 1.0,
     "optimizer": {"type": "AdamW", "params": {"lr": "auto", "torch_adam": True}},
@@ -175,7 +176,7 @@ def judged(args, folder):
         words = text.split()
         grams += zip(words, words[1:], words[2:], words[3:])
     found = {"judge": bits_per_byte(args.judge, written), "4-grams": len(set(grams)) / len(grams),
-             "held": bits_per_byte(folder, [("", story) for story in held_out]),
+             "held": bits_per_byte(folder, [("", story[:READ]) for story in held_out]),
              "behind": bits_per_byte(folder, behind)}
     file.write_text(json.dumps(found))
     (folder / "written.json").write_text(json.dumps(written, indent=1))

@@ -5,12 +5,19 @@ vLLM has an environment of its own, which `make test-vllm` makes (4 GB); elsewhe
     ISOGLOSS_VLLM=/env/bin/python pytest tests/test_vllm.py
 """
 
+import contextlib
+import json
 import os
+import subprocess
+import time
+import urllib.request
+from pathlib import Path
 
 import pytest
 
 from jobs import ds_config, losses_of, run_all, write_corpus
-from test_on_policy import written_by
+from ranks import free_port
+from test_on_policy import records_of, written_by
 
 PYTHON = os.environ.get("ISOGLOSS_VLLM")
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(
@@ -22,6 +29,31 @@ CASES = {  # ranks, ZeRO stage, the head is the embedding, flags
     "untied, for two ranks, partitioned": (2, 3, False, []),
     "an adapter": (1, 2, True, ["--lora_r=4"]),
 }
+
+
+QUESTIONS = ["What is the capital of France?", "Name a color.", "Count to three.",
+             "Say hello to Anna."]
+
+
+@contextlib.contextmanager
+def served(model, log):
+    """Let vLLM serve a model; yield its address."""
+    port = free_port()
+    command = [PYTHON.removesuffix("python") + "vllm", "serve", model, "--dtype=float32",
+               "--enforce-eager", "--max-model-len=512", "--max-logprobs=64", f"--port={port}"]
+    environment = dict(os.environ, VLLM_CPU_KVCACHE_SPACE="1", VLLM_LOGGING_LEVEL="WARNING")
+    with open(log, "w") as lines, subprocess.Popen(
+            command, stdout=lines, stderr=lines, env=environment) as process:
+        try:
+            for _ in range(600):
+                with contextlib.suppress(OSError):
+                    urllib.request.urlopen(f"http://127.0.0.1:{port}/health")
+                    break
+                assert process.poll() is None, Path(log).read_text()[-3000:]
+                time.sleep(1)
+            yield f"http://127.0.0.1:{port}"
+        finally:
+            process.terminate()
 
 
 def write_student(folder, tokenizer, is_tied):
@@ -57,3 +89,31 @@ def test_vllm_writes_with_the_students_weights(name, tokenizers, models, texts, 
     rollouts = written_by(output)
     assert len({tuple(ids) for ids, _ in rollouts.values()}) > 8
     assert max(max(ids) for ids, _ in rollouts.values()) < len(tokenizers[0])
+
+
+def test_a_real_student_and_its_judge_are_served(smollm2, tmp_path):
+    """A chat model writes by vLLM, and a server of vLLM, which has the same weights, judges it.
+
+    So there is nothing to learn at first, in either direction, and the student ends its turns.
+    """
+    rows = [{"messages": [{"role": "user", "content": question},
+                          {"role": "assistant", "content": "?"}]} for question in QUESTIONS]
+    data = tmp_path / "chats.jsonl"
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    output = tmp_path / "run"
+    config = ds_config(tmp_path / "ds.json", 2, 4, 1)
+    with served(smollm2, tmp_path / "server.log") as address:
+        run_all(1, [
+            f"--ds_config={config}", f"--student={smollm2}", f"--teacher={address}",
+            f"--teacher_tokenizer={smollm2}", "--teacher_output_topk=64", f"--data={data}",
+            "--text_key=messages", "--on_policy=1", "--rollout_tokens=40", "--rollout_log=4",
+            "--rollout_temperature=0.2", "--loss=reverse_kl", "--steps=3", f"--output_dir={output}",
+            "--max_length=128", "--lora_r=4",
+            f"--rollout_command={PYTHON} -m isogloss.vllm_writer"])
+    first, *later = losses_of(output, 0)
+    assert first["rollout/logp_gap"] < 1e-5
+    assert abs(first["kd"]) < 1e-4 and abs(first["rollout/reverse_kl_per_byte"]) < 1e-4
+    assert [line["rollout/staleness"] for line in later] == [1, 0]
+    records = records_of(output).values()
+    assert any("Paris" in record["text"] for record in records)
+    assert any(record["ended"] for record in records)
