@@ -103,7 +103,8 @@ def test_a_chat_that_holds_one_is_refused_and_what_the_student_writes_is_not(fol
     assert IMAGE in text
     nowhere = np.zeros(0, np.int64)
     for of_chat in (None, messages[:1]):
-        prompt = RolloutPrompt((0, 0), nowhere, "", Located(nowhere, nowhere, nowhere), of_chat, 9)
+        located = Located(nowhere, nowhere, nowhere)
+        prompt = RolloutPrompt((0, 0), nowhere, "", located, of_chat, 9, taught=of_chat)
         assert not is_canonical(prompt, ids, text, encoders[0])
         rollout = Rollout(prompt, ids, np.zeros(len(ids), np.float32), 0.0, ended=False,
                           text=text, repeated=0.0, is_canonical=False)

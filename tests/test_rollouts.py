@@ -272,10 +272,11 @@ def test_no_control_token_reaches_a_teacher(encoders):
 def test_what_was_written_stands_at_the_positions_that_predict_it(encoders, pack):
     """Log-probabilities, and tiles, which hold rollouts or data; the same after a way as JSON."""
     rollout = rollout_of(encoders[0], TEXT, 5)
-    chat = dict(messages=[{"role": "user", "content": "Hm?"}], tools=[{"type": "function"}])
+    chat = dict(messages=[{"role": "user", "content": "Hm?"}], tools=[{"type": "function"}],
+                taught=[{"role": "user", "content": "Hm? (Yes)"}])
     rollout.prompt = dataclasses.replace(rollout.prompt, **chat)
     read = Rollout.from_plain(json.loads(json.dumps(rollout.to_plain())))
-    assert dict(messages=read.prompt.messages, tools=read.prompt.tools) == chat
+    assert {name: getattr(read.prompt, name) for name in chat} == chat
     batches = []
     for written in (rollout, read):
         collate = collator(encoders, pack=pack, tile_mib=0.05)
@@ -349,6 +350,28 @@ def test_a_chat_goes_on_where_the_assistant_speaks(chat_encoders):
     assert found == chunks_of(collate([CHAT]))
     assert found[-1] == ([student.table.end_of_turn], [teacher.table.end_of_turn])
     assert chunks_of(collate([sampled(student, prompt, answer)])) == found[:-1]
+
+
+@pytest.mark.parametrize("is_same", [False, True])
+@pytest.mark.parametrize("hint", [[{"role": "system", "content": "the solution"}],
+                                  [{"role": "user", "content": "a?"},
+                                   {"role": "assistant", "content": "b"}]])
+def test_what_teachers_alone_read_stands_in_front_of_what_was_written(
+        chat_encoders, is_same, hint):
+    student, teacher = chat_encoders[0], chat_encoders[0 if is_same else 1]
+    collate = Collator(student, [PairOptions(teacher, same_tokenizer=is_same)])
+    answer = student.tokenizer("It is 12.50.", add_special_tokens=False)["input_ids"]
+    batches = []
+    for example in (Example(CHAT), Example(CHAT, teacher_prompt=tuple(hint))):
+        prompt = prompter(student).prompt(example, (0, 0))
+        rollout = sampled(student, prompt, [*answer, student.table.end_of_turn], ended=True)
+        rollout = Rollout.from_plain(json.loads(json.dumps(rollout.to_plain())))
+        batches.append(collate([rollout]))
+    plain, hinted = batches
+    assert torch.equal(plain.student.ids, hinted.student.ids)
+    assert chunks_of(plain) == chunks_of(hinted)
+    read = [teacher.tokenizer.decode(batch.teachers[0].ids[0]) for batch in batches]
+    assert hint[0]["content"] in read[1] and hint[0]["content"] not in read[0]
 
 
 def test_the_first_token_of_an_answer_has_one_target_whatever_is_learned_of_the_chat(

@@ -268,7 +268,7 @@ class ExampleReader:
             problem = self._problem_of_content(self._value(row, self.teacher_prompt_key) or "")
             if problem:
                 return f": {self.teacher_prompt_key!r}{problem}"
-            if isinstance(content, str):
+            if isinstance(content, str) or (self.prompt_key and isinstance(prompt, str)):
                 return " is no chat, and --teacher_prompt_key stands in front of one"
         if self.tools_key and isinstance(content, list):
             problem = problem_of_tools(row.get(self.tools_key))

@@ -71,6 +71,7 @@ class RolloutPrompt:
         messages: of a chat, those before the rollout; None: a text.
         max_new_tokens: for which there is room.
         tools: of a chat, what the assistant may call; None: nothing.
+        taught: of a chat, the messages before the rollout as teachers read them, who may read more.
     """
 
     key: tuple
@@ -80,6 +81,7 @@ class RolloutPrompt:
     messages: list | None
     max_new_tokens: int
     tools: list | None = None
+    taught: list | None = None
 
 
 @dataclass
@@ -119,7 +121,7 @@ class Rollout:
             "key": list(prompt.key), "prompt_ids": prompt.ids.tolist(), "prompt": prompt.text,
             "located": [field.tolist() for field in prompt.located],
             "messages": prompt.messages, "max_new_tokens": prompt.max_new_tokens,
-            "tools": prompt.tools,
+            "tools": prompt.tools, "taught": prompt.taught,
             "ids": self.ids.tolist(), "logp": self.logp.tolist(), "entropy": self.entropy,
             "ended": self.ended, "text": self.text, "repeated": self.repeated,
             "is_canonical": self.is_canonical,
@@ -133,7 +135,8 @@ class Rollout:
                           np.array(kind, np.int8))
         prompt = RolloutPrompt(
             tuple(plain["key"]), np.array(plain["prompt_ids"], np.int64), plain["prompt"], located,
-            plain["messages"], plain["max_new_tokens"], plain.get("tools"))
+            plain["messages"], plain["max_new_tokens"], plain.get("tools"),
+            plain.get("taught", plain["messages"]))
         return cls(prompt, np.array(plain["ids"], np.int64), np.array(plain["logp"], np.float32),
                    plain["entropy"], plain["ended"], plain["text"], plain["repeated"],
                    plain["is_canonical"])
@@ -185,9 +188,10 @@ class Prompter:
         content = example.prompt if whole else example.content
         if isinstance(content, str):
             ids, text, located = self._text_prompt(content, whole)
-            messages = None
+            messages = taught = None
         else:
             messages = messages_before_rollout(content, whole)
+            taught, _ = example._replace(content=messages).for_teachers()
             ids, text, located = chat_prompt(messages, self.encoder, example.tools)
         # n positions predict n tokens, of which the first is not predicted
         room = self.encoder.max_length + 1 - len(ids)
@@ -195,7 +199,7 @@ class Prompter:
             raise SkippedPrompt(f"a prompt has {len(ids)} tokens, and --max_length "
                                 f"{self.encoder.max_length} leaves no room behind it")
         return RolloutPrompt(key, ids, text, located, messages, min(self.rollout_tokens, room),
-                             example.tools)
+                             example.tools, taught)
 
     def _text_prompt(self, text, whole):
         """Return (ids, text, Located) of a text, or of its beginning."""
@@ -318,7 +322,7 @@ def _pair_ids(rollout, student, encoder):
     prompt = rollout.prompt
     if prompt.messages is not None:
         try:
-            ids, text, located = chat_prompt(prompt.messages, encoder, prompt.tools)
+            ids, text, located = chat_prompt(prompt.taught, encoder, prompt.tools)
         except SkippedPrompt:
             return Pairing(skipped=True)
         prompt = replace(prompt, ids=ids, text=text, located=located)
@@ -358,8 +362,8 @@ def _pair_text(rollout, student, encoders, aligner):
 
 def _pair_chat(rollout, student, encoders, aligner):
     """Align what the assistant wrote; the teacher reads the chat by its own template."""
-    written = len(rollout.prompt.messages)  # number of the message
-    messages = [*rollout.prompt.messages, {"role": "assistant", "content": rollout.text}]
+    written = len(rollout.prompt.taught)  # number of the message
+    messages = [*rollout.prompt.taught, {"role": "assistant", "content": rollout.text}]
     try:
         of_teacher = render(messages, encoders[1], rollout.prompt.tools)
     except (SkippedChat, TokenBeyondHead):
