@@ -1,6 +1,7 @@
 """Draw the curves of runs: held-out bits per byte first, in a terminal or as a picture.
 
     python -m isogloss.plot runs/a runs/b [--metrics student_bits_per_byte,kd] [--png curves.png]
+    python -m isogloss.plot runs/a --timeline
 
 A metric is a key of metrics.jsonl, or the end of one: `student_bits_per_byte` finds
 `eval/student_bits_per_byte`, and `kd` finds `kd`, or with several teachers `kd/A` and `kd/B`, each
@@ -21,6 +22,8 @@ MARKS = "●○■□▲△◆◇"  # of the runs, in a terminal
 HEIGHT = 14  # lines of a panel in a terminal
 WIDTH = 64  # columns of the curves
 LABEL = 10  # characters of a number on the axis
+STEPS = 10  # of a timeline
+WAITS = (("data_seconds", "data", "░"), ("rollout/seconds", "text", "▒"))
 PICTURES = ".png", ".svg", ".pdf"
 
 
@@ -63,12 +66,43 @@ def text_panel(panel):
     return lines
 
 
+def timeline(lines):
+    """Return the lines that draw the last steps of a run, and beside each what wrote meanwhile.
+
+    A step waits for its data, then for the text of what writes, then it trains.
+    """
+    steps = [line for line in lines if line.get("seconds")][-STEPS:]
+    if not steps:
+        raise ValueError("--timeline: the run has taken no step yet")
+    longest = max(max(line["seconds"], line.get("rollout/writer_seconds") or 0) for line in steps)
+
+    def bar(seconds, mark):
+        return mark * round(WIDTH * seconds / longest)
+
+    drawn = ["░ waits for data   ▒ waits for text, reads it   █ teachers and student   "
+             "▁ the next text is written"]
+    for line, following in zip(steps, [*steps[1:], {}]):
+        waits = [(line.get(key) or 0, name, mark) for key, name, mark in WAITS]
+        rest = line["seconds"] - sum(seconds for seconds, *_ in waits)
+        bars = "".join(bar(seconds, mark) for seconds, _, mark in waits) + bar(rest, "█")
+        said = ", ".join(f"{name} {seconds:.3g}" for seconds, name, _ in waits)
+        drawn.append(f"{line['step']:>{LABEL}} │{bars} {line['seconds']:.3g} s ({said})")
+        written = following.get("rollout/writer_seconds")
+        # an answer serves all steps of its batch; one step old, it was written during this step
+        is_new = written != line.get("rollout/writer_seconds")
+        if written and is_new and following["rollout/staleness"] == 1:
+            drawn.append(f"{'':>{LABEL}} │{bar(written, '▁')} {written:.3g} s")
+    return drawn
+
+
 @dataclass(kw_only=True)
 class Args:
     """Draw the curves of runs, named before the flags: python -m isogloss.plot runs/a runs/b."""
 
     metrics: str = flag(DEFAULT, "of docs/metrics.md, or the ends of their names, with commas.")
     png: str = flag("", "picture to write beside what is printed, .png, .svg or .pdf; empty: none.")
+
+    timeline: bool = flag(False, "draw who waits for whom in the last steps of one run.")
 
     def __post_init__(self):
         check_types(self)
@@ -81,6 +115,11 @@ def main(folders, args):
     runs = {}
     for name, folder in zip(short_names(folders), folders):
         runs[name] = read_run(folder)
+    if args.timeline:
+        if len(runs) > 1:
+            raise ValueError("--timeline: draws one run; name one")
+        print(*timeline(*runs.values()), sep="\n")
+        return
     patterns = [name for name in args.metrics.split(",") if name]
     if args.metrics == DEFAULT:
         patterns = available(patterns, runs)

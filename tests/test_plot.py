@@ -86,6 +86,8 @@ def test_metrics_of_steps_are_means_of_neighbors():
     (["RUN", "--png=no/such/folder/x.png"], "cannot be written"),
     (["RUN", "--png=x.words"], "--png x.words: expected a name that ends in .png, .svg, .pdf"),
     (["RUN", "RUN"], "a run is named twice"),
+    (["RUN", "runs/second/seed0", "--timeline"], "--timeline: draws one run"),
+    (["RUN", "--timeline"], "has taken no step yet"),  # of which it knows how long it took
     (["RUN", "--metric=kd"], "metrics"),
 ])
 def test_wrong_input_is_one_line(runs, tmp_path, monkeypatch, capsys, words, message):
@@ -113,3 +115,18 @@ def test_a_foreign_line_is_named(tmp_path, line):
     folder = write_run(tmp_path / "run", [{"step": 1}], f'{line}\n{{"step": 2}}\n')
     with pytest.raises(ValueError, match="line 2 is no line of metrics"):
         curves.read_run(folder)
+
+
+def test_a_timeline_shows_who_waits_for_whom(tmp_path, capsys):
+    """An answer serves all steps of a batch; it was written beside the step before, or in it."""
+    lines = []
+    for step, (age, writer) in enumerate([(0, 1.0), (1, 2.0), (2, 2.0), (1, 0.5)], 1):
+        lines.append({"step": step, "seconds": 4.0, "data_seconds": 1.0, "rollout/seconds": 1.0,
+                      "rollout/staleness": age, "rollout/writer_seconds": writer})
+    run = write_run(tmp_path / "run", [{"step": 0, curves.FIRST: 1.0}, *lines])
+    plot.cli([str(run), "--timeline"])
+    _, *drawn = capsys.readouterr().out.splitlines()
+    step = "│" + "░" * 16 + "▒" * 16 + "█" * 32 + " 4 s (data 1, text 1)"
+    expected = [f"1 {step}", "│" + "▁" * 32 + " 2 s", f"2 {step}", f"3 {step}",
+                "│" + "▁" * 8 + " 0.5 s", f"4 {step}"]
+    assert [line.strip() for line in drawn] == expected
