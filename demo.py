@@ -2,30 +2,29 @@
 
     python demo.py                    # what `make demo` runs; SEEDS="0 1 2" for three seeds
 
-The demo makes everything here and downloads nothing.  The corpus is the documentation inside the
-running Python.  Two tokenizers of different kinds are trained on it, and a small teacher for each.
+The demo makes everything here and downloads nothing.  The corpus is stories that a few sentences
+with slots tell.  Two tokenizers of different kinds are trained on it, and a small teacher for each.
 The ordinary `deepspeed distill.py` trains each student, from the same weights on the same data:
 without a teacher, once per distillation loss, and from the teacher with its own tokenizer.  At last
-one of them goes on, writes by itself, and learns from what the teacher thinks of that.
+one of them goes on, writes by itself, and learns from what the teacher thinks of that; what three
+of them write stands below one another.
 
 On a CPU two students train side by side, a rank with half of the cores each: a job starts while
 another one computes, and all seconds are measured alike.  demo_report.py shows what came out.
 """
 
-import ast
 import hashlib
 import io
 import json
 import multiprocessing
 import os
 import platform
+import random
 import shutil
 import socket
 import subprocess
 import sys
-import sysconfig
 import time
-import warnings
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -40,12 +39,12 @@ RUNS = Path("runs/demo")
 # Sizes and rates let the demo end within minutes on two cores; not tuned.  The cache's name is a
 # hash of this dict: raise `version` when the code that makes the cached files changes.
 RECIPE = {
-    "version": 4,
-    "passage_bytes": 480,  # a student sequence of about 200 tokens
+    "version": 5,
+    "stories": 6000,
     "held_out_rows": 96,
-    "student_rows": 64,  # passages that the students read; the teachers have read all
-    "teacher_vocab": 4096,
-    "student_vocab": 1536,
+    "student_rows": 96,  # stories that the students read; the teachers have read all
+    "teacher_vocab": 1024,
+    "student_vocab": 512,
     "teacher": dict(hidden_size=192, intermediate_size=512, num_hidden_layers=4,
                     num_attention_heads=6, num_key_value_heads=6, max_position_embeddings=512),
     "student": dict(hidden_size=128, intermediate_size=344, num_hidden_layers=3,
@@ -56,27 +55,27 @@ RECIPE = {
 }
 # Flags of distill.py that all arms have in common.
 DISTILL = {
-    "steps": 90,
+    "steps": 240,
     "learning_rate": 3e-3,
-    "max_length": 448,
+    "max_length": 256,
     "eval_rows": RECIPE["held_out_rows"],
 }
 BATCH_SIZE = 8  # samples of a student's step
 NUM_EVALUATIONS = 3  # of a student, after the one before its first step
 # What the table compares: the name of an arm and its flags of distill.py.  The weights are twice
-# those that did best in docs/LOG.md, where students had more text; they are not tuned here.
+# those that did best in docs/LOG.md, where students had more text; none is tuned here.
 ARMS = {
     NO_TEACHER: {"kd_weight": 0},
     SAME_TIME: {"kd_weight": 0},  # its steps are known when WRITER and NO_TEACHER have ended
     "piece_kl": {"loss": "piece_kl", "kd_weight": 4},
     "projection_kl": {"loss": "projection_kl", "kd_weight": 2},
     "gold": {"loss": "gold", "kd_weight": 1},
-    "uld": {"loss": "uld", "kd_weight": 1},
     "alm": {"loss": "alm", "kd_weight": 1},
     EQUAL_TOKENIZERS: {"loss": "forward_kl", "kd_weight": 4},
 }
 
 WRITER = "piece_kl"  # the arm whose student goes on, and whose time SAME_TIME has
+WROTE = f"{WRITER}, then on policy"  # what that student is called then
 # What changes for it; the other flags of DISTILL stay.
 ON_POLICY = {
     "on_policy": 1,
@@ -87,103 +86,87 @@ ON_POLICY = {
     "rollout_tokens": 96,
     "prompt_tokens": 24,
     "rollout_eval": 64,
-    "rollout_log": 2,
 }
-SHOWN = "In 2010 the function returned 12.50, which is a float."  # to look at its alignment
-PROMPT = "Return a list of"  # for the exported student
+SHOWN = "Rosa has 25 apples and gives 12 of them to Hugo."  # to look at its alignment
+PROMPTS = "One rainy morning Anna", "Tom has a small rabbit.", '"Where is my key?" asks'
 
 # --- corpus ---------------------------------------------------------------------------------------
 
-# Folders that are no part of the library's documentation, or that some distributions leave out.
-SKIPPED_FOLDERS = {"site-packages", "test", "tests", "idlelib", "lib2to3", "pydoc_data",
-                   "turtledemo", "idle_test"}
-WITH_DOCSTRING = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
-SHORTEST_PASSAGE = 60  # characters; headings and one-word docstrings teach nothing
-HELD_OUT_OF_256 = 20  # documents that are held out, about 8 %
+NAMES = {  # by the word that may stand for one
+    "She": "Anna Clara Emma Grace Iris Julia Lily Maria Nina Olga Rosa Sofia Vera Wendy".split(),
+    "He": "Ben David Felix Hugo Jack Leo Max Noah Oscar Peter Sam Tom Victor Will".split(),
+}
+WORDS = {
+    "thing": "ball bell book boat bottle box candle chair clock coat cup drum feather flower hat "
+             "key kite lamp letter map mirror pear pen plum ring rope shell shoe spoon watch wheel",
+    "color": "black blue brown golden gray green pink purple red silver white yellow",
+    "size": "big long new pretty round short small strange tiny",
+    "place": "attic bakery barn beach bridge field forest garden harbor hill kitchen lake library "
+             "market meadow mill park river school shop station tower village",
+    "animal": "bear bird cat cow dog donkey duck fox frog goat hen horse mouse pony rabbit turtle",
+    "mood": "cold curious glad happy hungry proud sad sleepy surprised thirsty tired",
+    "weather": "cloudy cold foggy hot rainy snowy sunny warm windy",
+    "food": "bread cake cheese honey rice soup",
+    "time": "morning afternoon evening night",
+    "move": "drives hurries runs sails walks",
+    "look": "behind the door,in the tall grass,next to the wall,on the roof,under the tree",
+}
+# A, B and C are people of a story, A sometimes as a pronoun; thing, place, animal and food stay.
+BEGINNINGS = """It is a {weather} {time}, and {A} is {mood}.
+One {weather} {time} {A} {move} to the {place} with {B}.
+{A} lives in a {size} house near the {place}.
+{A} has a {size} {animal}. The {animal} is {color}, and its name is {D}.
+There is a {color} {thing} in the {place}. It belongs to {A}.
+Every {time} {A} eats some {food} and goes to the {place}.
+{B} is the best friend of {A}. They often play in the {place}."""
+MIDDLES = """{a} looks for a {color} {thing}, but it is not there.
+{a} finds a {size} {color} {thing} {look}.
+"Whose {thing} is this?" asks {A}. "It is mine," says {B}.
+"Where is my {thing}?" asks {B}. "It is {look}," says {A}.
+A {color} {animal} comes and takes the {thing} away.
+{B} has {n} {thing}s and gives {m} of them to {A}. Now {B} has {k}.
+{B} gives the {animal} some {food}, because it is hungry.
+They go to the {place} together and meet {C} there.
+{C} is {mood} today. "Do not be {mood}," says {A}.
+{a} {move} home, puts the {thing} on the table and writes a letter to {B}.
+It is {n} miles from the {place} to the house of {C}, so they take the {animal}.
+{B} is {n} years old, and {C} is {m}. So {B} is {k} years older.
+Then it gets {weather}, and they all go into the house and eat {food}.
+The {thing} costs {n} coins. {a} has only {m}, so {B} pays the other {k}."""
+ENDS = """At the end of the day {A} is {mood}, and {B} goes home.
+At night they eat {food} and tell {C} about the {thing}.
+"Thank you," says {A} to {B}, and they both go to bed.
+After that {A} never forgets the {thing} again.
+The {animal} sleeps {look}, and {A} goes home.
+So everybody is {mood}, and the {thing} is back in the {place}."""
 
 
-class Document(NamedTuple):
-    """One text of the corpus and the name that decides whether it is held out."""
-
-    name: str
-    text: str
-
-
-def documents():
-    """Yield pydoc's language reference and the docstrings of every standard module as Documents."""
-    from pydoc_data import topics
-
-    for name, text in sorted(topics.topics.items()):
-        yield Document(f"topic {name}", text)
-
-    root = Path(sysconfig.get_paths()["stdlib"])
-    seen = set()  # modules repeat docstrings of each other
-    for path in sorted(root.rglob("*.py")):
-        name = path.relative_to(root)
-        if SKIPPED_FOLDERS & set(name.parts):
-            continue
-        docstrings = new_docstrings(path, seen)
-        if docstrings:
-            yield Document(str(name), "\n\n".join(docstrings))
-
-
-def new_docstrings(path, seen):
-    """Return the docstrings of a source file that are not in the set `seen`, and add them to it."""
-    try:
-        tree = ast.parse(path.read_text())
-    except (SyntaxError, UnicodeDecodeError):  # samples of bad source that some distributions ship
-        return []
-    docstrings = []
-    for node in ast.walk(tree):
-        if not isinstance(node, WITH_DOCSTRING):
-            continue
-        text = ast.get_docstring(node)
-        if text and text not in seen:
-            seen.add(text)
-            docstrings.append(text)
-    return docstrings
-
-
-def passages(text, limit):
-    """Yield the text in pieces of at most about `limit` bytes, cut between lines.
-
-    A line that is longer than `limit` stays whole.
-    """
-    piece = []
-    for line in text.splitlines(keepends=True):
-        too_long = len("".join([*piece, line]).encode()) > limit
-        if piece and too_long:
-            yield "".join(piece).strip("\n")
-            piece = []
-        piece.append(line)
-    yield "".join(piece).strip("\n")
-
-
-def sha256(text):
-    """Return the SHA-256 digest of a text, which is the same in every run and on every machine."""
-    return hashlib.sha256(text.encode()).digest()
+def story(rng):
+    """Return six sentences or so about the same people and things, by a random.Random."""
+    pronouns = {name: pronoun for pronoun, names in NAMES.items() for name in names}
+    words = {slot: text.split("," if "," in text else None) for slot, text in WORDS.items()}
+    same = dict(zip("ABCD", rng.sample(list(pronouns), 4)))
+    same |= {slot: rng.choice(words[slot]) for slot in ("thing", "place", "animal", "food")}
+    middles = rng.sample(MIDDLES.splitlines(), 4)
+    told = []
+    for line in [rng.choice(BEGINNINGS.splitlines()), *middles, rng.choice(ENDS.splitlines())]:
+        n = rng.randint(4, 40)
+        m = rng.randint(1, n - 2)
+        person = rng.choice([same["A"], pronouns[same["A"]]])
+        slots = {slot: rng.choice(of_slot) for slot, of_slot in words.items()}
+        told.append(line.format(**slots | same, a=person, n=n, m=m, k=n - m))
+    return " ".join(told)
 
 
 def make_corpus(path):
-    """Write a JSON line per passage: held-out ones, then those to train on; none is in both."""
-    held_out = []
-    train = []
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # old docstrings have invalid escape sequences
-        for document in documents():
-            # whole documents are held out, because passages of one document resemble each other
-            first_byte = sha256(document.name)[0]
-            split = held_out if first_byte < HELD_OUT_OF_256 else train
-            split.extend(passages(document.text, RECIPE["passage_bytes"]))
-    held_out = set(held_out) - set(train)  # modules have a few sentences in common
-    held_out = shuffled(held_out)[: RECIPE["held_out_rows"]]
-    train = shuffled(train)
-    lines = [json.dumps({"text": text}) for text in held_out + train]
-    path.write_text("\n".join(lines) + "\n")
+    """Write a JSON line per story: held-out ones, then those to train on; no two are equal."""
+    rng = random.Random(0)
+    stories = dict.fromkeys(story(rng) for _ in range(RECIPE["stories"]))
+    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in stories))
 
 
 def make_student_corpus(corpus, path):
-    """Write what a student reads: the held-out passages of a corpus, and few of the others.
+    """Write what a student reads: the held-out stories of a corpus, and few of the others.
 
     Whoever has little text of a kind and a teacher that has read more of it distills.
     """
@@ -191,14 +174,8 @@ def make_student_corpus(corpus, path):
     path.write_text("".join(lines[: RECIPE["held_out_rows"] + RECIPE["student_rows"]]))
 
 
-def shuffled(texts):
-    """Return the passages that are long enough, in the fixed order of their digests."""
-    long_enough = filter(lambda text: len(text) > SHORTEST_PASSAGE, texts)
-    return sorted(long_enough, key=sha256)
-
-
 def read_corpus(path):
-    """Return (held out, train), two lists of passages."""
+    """Return (held out, train), two lists of stories."""
     texts = [example["text"] for example in read_json_lines(path)]
     count = RECIPE["held_out_rows"]
     return texts[:count], texts[count:]
@@ -210,7 +187,7 @@ SENTENCEPIECE = {
     "model_type": "unigram",
     "byte_fallback": True,
     "split_digits": True,  # the teacher keeps numbers whole, so chunks of several tokens appear
-    "max_sentence_length": 1 << 16,  # bytes; by default longer passages would be dropped
+    "max_sentence_length": 1 << 16,  # bytes; by default longer texts would be dropped
     # the tokenizer must not alter the text: only then do the two sides have equal bytes
     "normalization_rule_name": "identity",
     "remove_extra_whitespaces": False,
@@ -374,7 +351,7 @@ def teacher_loss(model, batch, device, mixed_precision):
 
 def recipe_folder():
     """Return the cache's folder, named by a hash of all that decides what the cached files hold."""
-    # the texts come from this version of Python; the teacher's weights depend on its dtype
+    # what is random may come otherwise in another Python; weights depend on the teacher's dtype
     recipe = json.dumps([RECIPE, platform.python_version(), teacher_dtype()])
     return CACHE / "demo" / hashlib.sha256(recipe.encode()).hexdigest()[:12]
 
@@ -542,8 +519,8 @@ def distill(folder, arm, seed, layout, steps):
         "steps": steps,
         "eval_every": -(-steps // NUM_EVALUATIONS),  # rounded up
     }
-    if arm == WRITER:
-        values["export"] = exported(folder, seed)
+    if arm in (WRITER, NO_TEACHER):
+        values["export"] = exported(folder, arm, seed)
     threads = num_threads(layout.ranks * layout.jobs)
     values = DISTILL | ARMS[arm] | values
     run, seconds = train(folder, arm, seed, layout.ranks, threads, values)
@@ -556,8 +533,9 @@ def write_on(folder, seed, layout):
     """Let a trained student learn from what it writes itself; return its Run and the seconds."""
     ranks = layout.ranks_alone
     values = DISTILL | ON_POLICY
-    values |= {"student": exported(folder, seed), "teacher": folder / "teacher"}
-    return train(folder, "on policy", seed, ranks, num_threads(ranks), values)
+    values |= {"student": exported(folder, WRITER, seed), "teacher": folder / "teacher",
+               "export": exported(folder, WROTE, seed)}
+    return train(folder, WROTE, seed, ranks, num_threads(ranks), values)
 
 
 def output_of(folder, arm, seed):
@@ -565,8 +543,8 @@ def output_of(folder, arm, seed):
     return RUNS / folder.name / name
 
 
-def exported(folder, seed):
-    return RUNS / folder.name / f"trained_student_{seed}"
+def exported(folder, arm, seed):
+    return output_of(folder, arm, seed) / "student"
 
 
 def train(folder, arm, seed, ranks, threads, values):
@@ -623,14 +601,12 @@ def main():
     print(f"\n{demo_report.table(runs)}\n")
     print(f"{demo_report.equal_time(runs, WRITER)}\n", flush=True)
 
-    written, seconds = write_on(folder, seeds[0], layout)
-    print(f"{demo_report.writing_table(written, seconds)}\n")
-    path = output_of(folder, "on policy", seeds[0]) / "rollouts.jsonl"
-    print(*demo_report.completions(path, ON_POLICY["steps"]), sep="\n")
-
-    code = demo_report.how_to_use(exported(folder, seeds[0]), PROMPT)
-    print(f"\nThe student of {WRITER}, in your own code:\n\n{code}\n")
-    print(f"It writes: {demo_report.one_line(demo_report.written_by(code))}\n")
+    run, seconds = write_on(folder, seeds[0], layout)
+    print(f"{demo_report.writing_table(run, seconds)}\n")
+    students = {arm: exported(folder, arm, seeds[0]) for arm in (NO_TEACHER, WRITER, WROTE)}
+    print(*demo_report.continuations(students, PROMPTS), sep="\n")
+    code = demo_report.how_to_use(students[WROTE], PROMPTS[0])
+    print(f"\nThe last one in your own code:\n\n{code}\n")
     total_seconds = time.perf_counter() - begin
     print(f"{picture}; {preparation_seconds:.0f} s to make corpus, tokenizers and teachers, "
           f"{total_seconds:.0f} s in all")

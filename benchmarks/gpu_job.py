@@ -39,6 +39,7 @@ from isogloss.job.launch import silence_libraries, start_distributed
 from isogloss.job.transfers import Readback, Uploads
 from isogloss.teachers.model import ModelSpec
 from isogloss.teachers.protocol import load_teacher
+from recipes.tiny.prepare import passages
 
 SAMPLES = 4  # of a step, over all ranks
 MAX_LENGTH = 96
@@ -55,7 +56,7 @@ def prepare(folder, layers=2, hidden=64, rows=None):
     """
     texts = []
     for _, text in sorted(topics.topics.items()):
-        texts += [passage for passage in demo.passages(text, 200) if len(passage) > 40]
+        texts += [passage for passage in passages(text, 200) if len(passage) > 40]
     texts = texts[:300]
     shape = dict(hidden_size=hidden, intermediate_size=3 * hidden, num_hidden_layers=layers,
                  num_attention_heads=8, num_key_value_heads=4, max_position_embeddings=512,

@@ -36,6 +36,7 @@ Results are kept in runs/square, and what is done is not repeated.  benchmarks/r
 of other systems.  Figures of record are in docs/LOG.md.
 """
 
+import hashlib
 import json
 import math
 import multiprocessing
@@ -65,11 +66,16 @@ from isogloss.data.batch import Collator, PairOptions
 from isogloss.data.sample import TextEncoder
 from isogloss.flags.parse import flag, tool
 from isogloss.objective.loss_table import build_loss
+from recipes.tiny import prepare
 
 RUNS = ROOT / "runs" / "square"
 TEXT = "text"  # no teacher
 EQUAL = "forward_kl"  # what every loss is on the diagonal
 PASSAGE = 480  # bytes
+SHORTEST = 60  # characters; headings and one-word docstrings teach nothing
+# no part of the library, or left out by some distributions
+SKIPPED_FOLDERS = {"site-packages", "test", "tests", "idlelib", "lib2to3", "pydoc_data",
+                   "turtledemo", "idle_test"}
 BATCH = 8  # passages a step
 CHOOSING, REPORTING = 96, 192  # held-out passages
 SEEDS_TO_CHOOSE = 100, 101
@@ -138,6 +144,16 @@ def write(path, save):
 # --- corpus, tokenizers, models -------------------------------------------------------------------
 
 
+def sha256(text):
+    """Return the SHA-256 digest of a text, which is the same in every run and on every machine."""
+    return hashlib.sha256(text.encode()).digest()
+
+
+def shuffled(texts):
+    """Return the passages that are long enough, in the fixed order of their digests."""
+    return sorted((text for text in texts if len(text) > SHORTEST), key=sha256)
+
+
 @cache
 def corpus():
     """Return {"choose", "report", "train": passages of sources, "documentation": of topics}.
@@ -150,21 +166,21 @@ def corpus():
     parts = {"choose": [], "report": [], "train": [], "documentation": []}
     for path in sorted(root.rglob("*.py")):
         name = path.relative_to(root)
-        if demo.SKIPPED_FOLDERS & set(name.parts):
+        if SKIPPED_FOLDERS & set(name.parts):
             continue
-        first_byte = demo.sha256(name.parts[0])[0]
+        first_byte = sha256(name.parts[0])[0]
         part = "choose" if first_byte < 12 else "report" if first_byte < 36 else "train"
         try:
-            parts[part] += demo.passages(path.read_text(), PASSAGE)
+            parts[part] += prepare.passages(path.read_text(), PASSAGE)
         except UnicodeDecodeError:  # samples of bad source
             continue
     for text in topics.topics.values():
-        parts["documentation"] += demo.passages(text, PASSAGE)
+        parts["documentation"] += prepare.passages(text, PASSAGE)
     held_out = {text for part in ("choose", "report") for text in parts[part]}
     parts["train"] = set(parts["train"]) - held_out
     for part, texts in parts.items():
         # a table that is one long line is a passage of its own
-        parts[part] = [text for text in demo.shuffled(set(texts)) if len(text) <= 2 * PASSAGE]
+        parts[part] = [text for text in shuffled(set(texts)) if len(text) <= 2 * PASSAGE]
     parts["choose"], parts["report"] = parts["choose"][:CHOOSING], parts["report"][:REPORTING]
     return parts
 
@@ -206,7 +222,7 @@ def teacher(kind):
 @cache
 def hidden(kind, num_rows):
     """Return (hidden states of a teacher, for each row to train on; its seconds a row)."""
-    path = RUNS / f"hidden-{demo.sha256(kind).hex()[:8]}-{num_rows}.pt"
+    path = RUNS / f"hidden-{sha256(kind).hex()[:8]}-{num_rows}.pt"
     if not path.exists():
         start = time.process_time()
         rows = []

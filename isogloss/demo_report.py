@@ -174,16 +174,21 @@ def one_line(text):
     return " ".join(text.split())
 
 
-def completions(path, last_step):
-    """Yield lines that show what a student wrote from held-out prompts, before and after."""
+def continuations(students, prompts):
+    """Yield lines that show how students go on with the same prompts.
+
+    Args:
+        students: {name: directory}.
+    """
     texts = {}
-    for line in read_json_lines(path):
-        if line["held_out"] and line["step"] in (0, last_step):
-            texts.setdefault((line["sample"], line["prompt"]), []).append(line["text"])
-    for (_, prompt), (before, after) in sorted(texts.items()):
-        yield f"prompt  {one_line(prompt)}"
-        yield f"before  {one_line(before)}"
-        yield f"after   {one_line(after)}"
+    for name, path in students.items():
+        for prompt in prompts:
+            texts[prompt, name] = written_by(how_to_use(path, prompt))
+    width = max(map(len, students))
+    for prompt in prompts:
+        yield ""
+        for name in students:
+            yield f"{name:{width}}  {one_line(texts[prompt, name])}"
 
 
 def how_to_use(path, prompt):
@@ -212,53 +217,77 @@ def written_by(code):
 # --- picture --------------------------------------------------------------------------------------
 
 # Ticks of a logarithmic axis, on which the untrained student does not flatten the others.
-BITS_TICKS = [1.5, 2, 2.5, 3, 3.5, 4, 5, 6]
+BITS_TICKS = [0.3, 0.4, 0.5, 0.7, 1, 1.5, 2, 3, 4, 5, 6]
+COLORS = {NO_TEACHER: "black", SAME_TIME: "black", EQUAL_TOKENIZERS: "tab:blue"}
+DEFAULT_LOSS, DEFAULT_COLOR = "piece_kl", "tab:red"
+LABEL_HEIGHT = 0.045  # of a label at a line's end, as a part of the axis
 
 
 def plot(runs, path):
     """Draw held-out bits per byte over steps and over seconds of training, from step 0 on.
 
-    A line is the mean over seeds, its band reaches from the lowest to the highest.
+    A line is the mean over seeds, its band reaches from the lowest to the highest.  The default
+    loss and what it is measured by are in color, the other losses gray.
     """
     import matplotlib
 
     matplotlib.use("Agg")  # no display is needed
     from matplotlib import pyplot, ticker
 
-    figure, axes = pyplot.subplots(1, 2, figsize=(11, 4.5), sharey=True, constrained_layout=True)
+    figure, axes = pyplot.subplots(1, 2, figsize=(12, 4.5), sharey=True, constrained_layout=True)
     by_step, by_seconds = axes
-    for number, arm in enumerate(dict.fromkeys(run.arm for run in runs)):
+    for arm in dict.fromkeys(run.arm for run in runs):
         chosen = of_arm(runs, arm)
         per_step = statistics.fmean([run.seconds_per_step for run in chosen])
-        draw(by_step, chosen, 1, f"C{number}")
-        draw(by_seconds, chosen, per_step, f"C{number}")
+        draw(by_step, chosen, 1)
+        draw(by_seconds, chosen, per_step)
     for axis in axes:
         for (name, bits), dashes in zip(teachers(runs).items(), ("--", ":")):
-            axis.axhline(bits, color="black", linestyle=dashes, label=name)
+            axis.axhline(bits, color="gray", linestyle=dashes, linewidth=1)
+            axis.annotate(f"{name} {bits:.3f}", (0, bits), xytext=(2, 2), fontsize="x-small",
+                          textcoords="offset points", color="gray")
         axis.set_yscale("log")
         axis.yaxis.set_major_locator(ticker.FixedLocator(BITS_TICKS))
         axis.yaxis.set_major_formatter("{x:g}")
         axis.yaxis.set_minor_locator(ticker.NullLocator())
+        label_ends(axis)
     by_step.set(xlabel="step", ylabel="held-out bits per byte")
     by_seconds.set(xlabel="seconds of training")
-    by_step.legend(fontsize="small")
     figure.savefig(path, dpi=120)
 
 
-def draw(axis, runs, unit, color):
+def draw(axis, runs, unit):
     """Draw one arm: the mean over its seeds as a line, the extremes as a band.
 
     Args:
         unit: what a step counts on the horizontal axis.
     """
+    arm = runs[0].arm
+    color = DEFAULT_COLOR if arm == DEFAULT_LOSS else COLORS.get(arm, "silver")
     positions = [unit * line["step"] for line in runs[0].evaluations]
     bits = [[line[BITS] for line in run.evaluations] for run in runs]
     by_time = list(zip(*bits))
     means = list(map(statistics.fmean, by_time))
     # text alone is dashed where it has the same time, so that the two are told apart
-    dashes = "--" if runs[0].arm == SAME_TIME else "-"
-    axis.plot(positions, means, dashes, color=color, label=runs[0].arm, marker=".")
+    dashes = "--" if arm == SAME_TIME else "-"
+    axis.plot(positions, means, dashes, color=color, label=arm, marker=".")
     if len(runs) > 1:
         lowest = list(map(min, by_time))
         highest = list(map(max, by_time))
         axis.fill_between(positions, lowest, highest, color=color, alpha=0.2, linewidth=0)
+
+
+def label_ends(axis):
+    """Name each line to the right of the axis, in the order of their ends, none over another."""
+    to_part = axis.transData.transform, axis.transAxes.inverted().transform
+    ends = []
+    for line in axis.get_lines():
+        x, y = line.get_xydata()[-1]
+        if line.get_label().startswith("_") or not math.isfinite(y):  # a teacher's, or diverged
+            continue
+        ends.append((to_part[1](to_part[0]((x, y)))[1], line))
+    lowest = -math.inf
+    for height, line in sorted(ends, key=lambda end: end[0]):
+        lowest = max(height, lowest + LABEL_HEIGHT)
+        axis.annotate(line.get_label(), (1.01, lowest), xycoords="axes fraction", va="center",
+                      fontsize="small", color=line.get_color(), annotation_clip=False)

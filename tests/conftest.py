@@ -20,6 +20,7 @@ os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT), str(ROOT / "tests")])
 import pytest
 
 from isogloss import demo
+from recipes.tiny import prepare
 
 ASSETS = ROOT.parent / "shared" / "assets"
 GOLDEN = ROOT / "tests" / "golden"
@@ -50,7 +51,7 @@ def passages():
 
     found = []
     for _, text in sorted(topics.topics.items()):
-        found += [passage for passage in demo.passages(text, 200) if len(passage) > 40]
+        found += [passage for passage in prepare.passages(text, 200) if len(passage) > 40]
     return found[:300]
 
 

@@ -19,13 +19,7 @@ from isogloss.demo_report import EQUAL_TOKENIZERS, NO_TEACHER, SAME_TIME, Run
 from jobs import run_distill
 
 
-@pytest.fixture(scope="module")
-def documents():
-    return list(demo.documents())
-
-
-def test_the_split_is_fixed_and_no_passage_is_in_both_halves(documents, tmp_path, monkeypatch):
-    monkeypatch.setattr(demo, "documents", lambda: documents)
+def test_the_split_is_fixed_and_no_story_is_in_both_halves(tmp_path):
     first = tmp_path / "first"
     second = tmp_path / "second"
     demo.make_corpus(first)
@@ -36,15 +30,20 @@ def test_the_split_is_fixed_and_no_passage_is_in_both_halves(documents, tmp_path
     assert len(held_out) == demo.RECIPE["held_out_rows"]
     assert len(train) > 4000
     assert not set(held_out) & set(train)
-    # about 2 MB, in passages that --max_length rarely truncates
+    # about 2 MB, in stories that --max_length does not truncate
     size = len("".join(held_out + train).encode())
     assert 1.5e6 < size < 4e6
-    assert max(map(len, train)) < 2000
+    assert max(map(len, train)) < 600
+    # no slot is left open, and what is taken away and what is left make the whole
+    assert not any(set("{}") & set(text) for text in train)
+    sums = re.findall(r"has (\d+) \w+ and gives (\d+) of them to \w+. Now \w+ has (\d+)",
+                      " ".join(train))
+    assert len(sums) > 1000 and all(int(n) == int(m) + int(k) for n, m, k in sums)
 
 
-def test_students_read_few_of_the_passages(tmp_path):
+def test_students_read_few_of_the_stories(tmp_path):
     corpus = tmp_path / "corpus"
-    corpus.write_text("".join(f'{{"text": "passage {i}"}}\n' for i in range(300)))
+    corpus.write_text("".join(f'{{"text": "story {i}"}}\n' for i in range(300)))
     demo.make_student_corpus(corpus, tmp_path / "students")
     held_out, train = demo.read_corpus(tmp_path / "students")
     assert held_out == demo.read_corpus(corpus)[0]
@@ -155,7 +154,7 @@ def test_a_student_that_diverged_is_printed_and_drawn(tmp_path):
 # --- the demo itself ------------------------------------------------------------------------------
 
 
-def shorten(monkeypatch, folder, documents):
+def shorten(monkeypatch, folder):
     """Give the demo sizes too small to learn, and ranks of this process; return its arms."""
     lock = threading.Lock()  # the real launcher starts processes, which run side by side
 
@@ -170,14 +169,13 @@ def shorten(monkeypatch, folder, documents):
 
     shape = dict(hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2,
                  num_key_value_heads=2, max_position_embeddings=512)
-    recipe = dict(held_out_rows=8, teacher_steps=2, teacher=shape, student=shape,
-                  teacher_vocab=600, student_vocab=400)
+    recipe = dict(stories=200, held_out_rows=8, student_rows=40, teacher_steps=2, teacher=shape,
+                  student=shape, teacher_vocab=600, student_vocab=400)
     # text alone, equal time, one with other tokenizers, one with equal ones
     arms = {arm: demo.ARMS[arm] for arm in (NO_TEACHER, SAME_TIME, "piece_kl", EQUAL_TOKENIZERS)}
     monkeypatch.chdir(ROOT)
     monkeypatch.setattr(demo, "launch", launch)
     monkeypatch.setattr(demo, "side_by_side", one_by_one)
-    monkeypatch.setattr(demo, "documents", lambda: documents[:60])
     monkeypatch.setattr(demo, "CACHE", folder / "cache")
     monkeypatch.setattr(demo, "RUNS", folder / "runs")
     monkeypatch.setattr(demo, "ARMS", arms)
@@ -190,16 +188,16 @@ def shorten(monkeypatch, folder, documents):
     return arms
 
 
-def test_the_demo_runs_up_to_its_last_line(documents, tmp_path, monkeypatch, capsys):
+def test_the_demo_runs_up_to_its_last_line(tmp_path, monkeypatch, capsys):
     """Run the real recipe with sizes too small to learn; test_cli covers the launcher."""
-    arms = shorten(monkeypatch, tmp_path, documents)
+    arms = shorten(monkeypatch, tmp_path)
     monkeypatch.setenv("SEEDS", "0")
     demo.main()
 
     printed = capsys.readouterr().out
     assert len(printed.splitlines()) + len(demo.ARMS) < 60
     for line in printed.splitlines()[1:3]:  # the tokens of either side spell the sentence
-        assert re.sub("[│ ]", "", line).replace("·", " ").strip().startswith("In 2010 the")
+        assert re.sub("[│ ]", "", line).replace("·", " ").strip().startswith("Rosa has 25")
     assert "\nbytes 100.0%, " in printed
     folder = demo.RUNS / demo.recipe_folder().name
     rows = cells_of(printed)
@@ -222,13 +220,14 @@ def test_the_demo_runs_up_to_its_last_line(documents, tmp_path, monkeypatch, cap
     assert json.loads((folder / "piece_kl_0.ds_config.json").read_text())["train_batch_size"] == 8
 
     assert re.search(r"\| after +\| \d\.\d{3} +\| \d\.\d{3} ", printed)
-    assert printed.count("\nprompt  ") == demo.ON_POLICY["rollout_log"]
+    for name in (NO_TEACHER, "piece_kl", demo.WROTE):
+        for prompt in demo.PROMPTS:
+            assert f"\n{name:{len(demo.WROTE)}}  {prompt}" in printed
     assert (folder / "curves.png").stat().st_size > 10_000
     # the printed code runs, and what it writes was printed
     code = re.search(r"^from transformers.*?^text = .*?$", printed, re.M | re.S)[0]
-    assert f'from_pretrained("{folder / "trained_student_0"}")' in code
+    assert f'from_pretrained("{demo.exported(folder, demo.WROTE, 0)}")' in code
     assert demo_report.one_line(demo_report.written_by(code)) in printed
-    assert demo.PROMPT in demo_report.written_by(code)
 
 
 def test_processes_side_by_side_share_the_cores_and_report_a_failure(tmp_path, monkeypatch):

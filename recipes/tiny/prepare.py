@@ -25,7 +25,7 @@ def main(folder=FOLDER):
     folder.mkdir(parents=True, exist_ok=True)
     texts = []
     for _, text in sorted(topics.topics.items()):
-        texts += [passage for passage in demo.passages(text, 200) if len(passage) > 40]
+        texts += [passage for passage in passages(text, 200) if len(passage) > 40]
     texts = texts[:NUM_TEXTS]
     tokenizers = {"student": demo.unigram(texts, 350), "teacher": demo.byte_level_bpe(texts, 500),
                   "second_teacher": demo.byte_level_bpe(texts, 400)}
@@ -44,6 +44,21 @@ def main(folder=FOLDER):
         pairs.append({"question": question, "answer": answer})
     write_rows(folder / "chats.jsonl", chats)
     write_rows(folder / "pairs.jsonl", pairs)
+
+
+def passages(text, limit):
+    """Yield the text in pieces of at most about `limit` bytes, cut between lines.
+
+    A line that is longer than `limit` stays whole.
+    """
+    piece = []
+    for line in text.splitlines(keepends=True):
+        too_long = len("".join([*piece, line]).encode()) > limit
+        if piece and too_long:
+            yield "".join(piece).strip("\n")
+            piece = []
+        piece.append(line)
+    yield "".join(piece).strip("\n")
 
 
 def write_rows(path, rows):
