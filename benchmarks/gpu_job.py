@@ -72,7 +72,7 @@ def prepare(folder, layers=2, hidden=64, rows=None):
 
 
 def on_ranks(world, function, *arguments):
-    """Run a function of this file on `world` ranks; return what each returned."""
+    """Run a function of a module on `world` ranks; return what each returned."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -93,7 +93,7 @@ def _rank(pipe, rank, world, port, function, arguments):
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world),
                    "LOCAL_SIZE": str(world), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     try:
-        send(pipe, {"result": globals()[function](*arguments)})
+        send(pipe, {"result": function(*arguments)})
     except Exception:
         send(pipe, {"error": f"rank {rank}: {traceback.format_exc()[-1500:]}"})
 
@@ -153,7 +153,7 @@ def nccl_gradients():
         losses = {}
         gradients = {}
         for ranks in (1, 2):
-            losses[ranks] = on_ranks(ranks, "step_gradients", path)[0]
+            losses[ranks] = on_ranks(ranks, step_gradients, path)[0]
             gradients[ranks] = torch.load(folder / f"gradients{ranks}.pt", weights_only=True)
     worst = 0.0
     for name, gradient in gradients[1].items():
@@ -190,7 +190,7 @@ def tensor_parallel_teacher():
         engines = {}
         for degree, precision in ((1, "float32"), (1, "bfloat16"), (2, "bfloat16")):
             key = f"{degree} {precision}"
-            engines[key] = on_ranks(degree, "teacher_states", path, degree, precision)[0]
+            engines[key] = on_ranks(degree, teacher_states, path, degree, precision)[0]
         exact = torch.load(folder / "logits_1_float32.pt", weights_only=True)
         errors = {}
         for degree in (1, 2):
@@ -265,7 +265,7 @@ def overlap():
     figures = transfers_overlap()
     with tempfile.TemporaryDirectory() as path:
         prepare(Path(path))
-        [between] = on_ranks(1, "waits_between_steps", path)
+        [between] = on_ranks(1, waits_between_steps, path)
     return all(figures.values()) and not between["waits"], figures | between
 
 
@@ -343,5 +343,5 @@ def step_over_parts():
     """Compare a step's seconds with those in which the GPU computes."""
     with tempfile.TemporaryDirectory() as path:
         prepare(Path(path), layers=8, hidden=512, rows=VOCAB)
-        [figures] = on_ranks(1, "timed_steps", path)
+        [figures] = on_ranks(1, timed_steps, path)
     return figures["step_over_busy"] <= 1.15, figures
