@@ -98,22 +98,27 @@ def _rank(pipe, rank, world, port, function, arguments):
         send(pipe, {"error": f"rank {rank}: {traceback.format_exc()[-1500:]}"})
 
 
-def start_run(folder, micro_batch_size, precision, **flags):
-    """Return (state of a run, its Collator, texts) on this rank."""
+def start_run(flags):
+    """Return (Config, device, RunInputs, state) of a run on this rank."""
     device = start_distributed()
     silence_libraries()
+    cfg = distill.Config(**flags)
+    inputs = check_inputs(cfg, device)
+    return cfg, device, inputs, build.build_state(cfg, inputs, device)
+
+
+def start_small_run(folder, micro_batch_size, precision):
+    """Return (state of a run of what `prepare` wrote, its Collator, texts) on this rank."""
     optimizer = {"type": "AdamW", "params": {"lr": 0.0, "torch_adam": True}}
-    ds_config = folder / f"ds{dist.get_rank()}.json"
+    ds_config = folder / f"ds{os.environ['RANK']}.json"
     ds_config.write_text(json.dumps({
         "train_micro_batch_size_per_gpu": micro_batch_size, "gradient_accumulation_steps": 1,
         "gradient_clipping": 0.0, "optimizer": optimizer, "zero_optimization": {"stage": 1},
         "bf16": {"enabled": precision == "bfloat16"}}))
-    cfg = distill.Config(
+    cfg, device, inputs, state = start_run(dict(
         student=str(folder / "student"), teacher=str(folder / "teacher"),
         data=str(folder / "corpus.jsonl"), ds_config=str(ds_config), max_length=MAX_LENGTH,
-        teacher_max_length=MAX_LENGTH, output_dir=str(folder / "run"), **flags)
-    inputs = check_inputs(cfg, device)
-    state = build.build_state(cfg, inputs, device)
+        teacher_max_length=MAX_LENGTH, output_dir=str(folder / "run")))
     return state, build_collator(cfg, inputs, device), inputs.data.train_data["text"]
 
 
@@ -125,7 +130,7 @@ def step_gradients(folder):
     folder = Path(folder)
     world = int(os.environ["WORLD_SIZE"])
     count = SAMPLES // world
-    state, collator, texts = start_run(folder, count, "float32")
+    state, collator, texts = start_small_run(folder, count, "float32")
     first = count * dist.get_rank()
     batch = collator(texts[first : first + count])
     model = state.engine.module.model
@@ -234,7 +239,7 @@ def transfers_overlap():
 
 def waits_between_steps(folder):
     """Return {place: waits for the device} from an optimizer's step to the next batch's copy."""
-    state, collator, texts = start_run(Path(folder), SAMPLES, "bfloat16")
+    state, collator, texts = start_small_run(Path(folder), SAMPLES, "bfloat16")
     batch = collator(texts[:SAMPLES])
     reports = [distill.train_step(state, [batch])]
     step = state.engine.step
@@ -313,9 +318,18 @@ def busy_and_gaps(spans):
     return busy, gaps
 
 
+def busy_figures(profiler, num_gaps):
+    """Return seconds in which a GPU was busy, its kernels, and its longest gaps."""
+    spans = gpu_spans(profiler)
+    busy, gaps = busy_and_gaps(spans)
+    longest = [rounded(gap / 1e6) for gap in sorted(gaps)[-num_gaps:]]
+    return {"busy_seconds": rounded(busy / 1e6), "kernels": len(spans),
+            "longest_idle_seconds": longest}
+
+
 def timed_steps(folder):
     """Time whole steps, then let the profiler say when the GPU was idle in them."""
-    state, collator, texts = start_run(Path(folder), SAMPLES, "bfloat16")
+    state, collator, texts = start_small_run(Path(folder), SAMPLES, "bfloat16")
     batch = collator(texts[:SAMPLES])
 
     def steps():
@@ -328,15 +342,10 @@ def timed_steps(folder):
     steps()
     seconds = (time.perf_counter() - begin) / STEPS
     profiler, _ = profiled(steps)
-    busy, gaps = busy_and_gaps(gpu_spans(profiler))
-    busy_seconds = busy / STEPS / 1e6
-    return {
-        "step_seconds": rounded(seconds),
-        "busy_seconds": rounded(busy_seconds),
-        "step_over_busy": round(seconds / max(busy_seconds, 1e-9), 2),
-        # the longest ones: where a step begins, if the host is late there
-        "longest_idle_seconds": [rounded(gap / 1e6) for gap in sorted(gaps)[-STEPS:]],
-    }
+    figures = busy_figures(profiler, STEPS)  # where a step begins, if the host is late there
+    busy_seconds = rounded(figures["busy_seconds"] / STEPS)
+    return figures | {"step_seconds": rounded(seconds), "busy_seconds": rounded(busy_seconds),
+                      "step_over_busy": round(seconds / max(busy_seconds, 1e-9), 2)}
 
 
 def step_over_parts():

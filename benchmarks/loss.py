@@ -124,9 +124,8 @@ def random_tables(V: int, W: int) -> nodes.Tables:
     # no token has bytes here, so that no join follows from these
     no_bytes = [[b""] * size for size in (V, W)]
     fields = translation_tables(pieces_W, pieces_V, *no_bytes, np.zeros(V, bool), lambda texts: [])
-    tensors = {}
-    for name, value in fields.items():
-        tensors[name] = torch.from_numpy(value) if isinstance(value, np.ndarray) else value
+    tensors = {name: torch.from_numpy(value) if isinstance(value, np.ndarray) else value
+               for name, value in fields.items()}
     num_joined = int(JOINED_FRACTION * W)
     low = torch.randint(W - num_joined, (V,))
     high = low + num_joined
@@ -213,9 +212,7 @@ class LossRun:
         """
         if self.name != "projection_kl":
             return self.teacher
-        importance_W = torch.full(
-            (self.teacher.head.tokens,), -torch.inf, device=self.hidden.device
-        )
+        importance_W = self.hidden.new_full([self.teacher.head.tokens], -torch.inf)
         blocks = TeacherBlocks(self.teacher, tiles)
         for positions in blocks.fetches:
             of_block = losses.teacher_importance(blocks.fetch(positions)[None])
@@ -310,8 +307,7 @@ def prepare(name: str, sizes: Sizes, dtype: torch.dtype) -> LossRun:
     def planned(memory_mib):
         budget = CPU_SUB_TILES
         if device != "cpu":
-            spec = loss_table.LOSSES.get(name, GPU_SUB_TILES)
-            budget = GPU_SUB_TILES._replace(live_copies=spec.live_copies)
+            budget = GPU_SUB_TILES._replace(live_copies=loss_table.LOSSES[name].live_copies)
         tiles = plan_tiles(*text, (V, W), memory_mib, sub_tiles=budget)
         return [to_device(with_terms(tile, tables), device) for tile in tiles]
 

@@ -23,14 +23,8 @@ SIZE = 4  # samples of a micro-batch
 
 # name: (ZeRO stage, bf16, further flags)
 LAYOUTS = {
-    "zero 0": (0, False, {}),
-    "zero 1": (1, False, {}),
-    "zero 2": (2, False, {}),
-    "zero 3": (3, False, {}),
-    "zero 0, bf16": (0, True, {}),
-    "zero 1, bf16": (1, True, {}),
-    "zero 2, bf16": (2, True, {}),
-    "zero 3, bf16": (3, True, {}),
+    **{f"zero {stage}": (stage, False, {}) for stage in range(4)},
+    **{f"zero {stage}, bf16": (stage, True, {}) for stage in range(4)},
     "zero 2, bf16, checkpointing": (2, True, {"activation_checkpointing": True}),
     "zero 3, bf16, sequence 2": (3, True, {"sequence_parallel": 2}),
     "zero 2, bf16, adapter": (2, True, {"lora_r": 16}),
@@ -61,17 +55,13 @@ def measure(flags):
     """
     from torch.profiler import ProfilerActivity, profile
 
-    from isogloss import build, distill
-    from isogloss.inputs import check_inputs, load_batches
-    from isogloss.job.launch import silence_libraries, start_distributed
+    from benchmarks.gpu_job import start_run
+    from isogloss import distill
+    from isogloss.inputs import load_batches
 
-    device = start_distributed()
-    silence_libraries()
     gc.collect()
     foreign = live_bytes()  # of jobs before
-    cfg = distill.Config(**flags)
-    inputs = check_inputs(cfg, device)
-    state = build.build_state(cfg, inputs, device)
+    cfg, device, inputs, state = start_run(flags)
     batches, _ = load_batches(cfg, inputs, state.engine, device, 0)
     num = state.engine.gradient_accumulation_steps()
     steps = [[next(batches) for _ in range(num)] for _ in range(2)]
