@@ -17,7 +17,7 @@ import shutil
 import sys
 import time
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from datetime import date
 from functools import partial
 from pathlib import Path
@@ -154,11 +154,9 @@ class Args:
 
     def run_config(self):
         """Return the Config of a run with this teacher, which checks the flags that both have."""
-        names = ("teacher", "teacher_tokenizer", "teacher_timeout", "teacher_connections", "data",
-                 "split", "text_key", "completion_key", "prompt_key", "tools_key",
-                 "teacher_prompt_key", "template_kwargs", "chat_date", "txt_samples", "streaming",
-                 "temperature", "teacher_max_length", "teacher_dtype", "teacher_engine",
-                 "teacher_tp", "teacher_offload", "teacher_compile", "trust_remote_code")
+        names = {entry.name for entry in fields(Args)} & {entry.name for entry in fields(Config)}
+        # what is held out is opened by itself; the seed is of draws, not of samples
+        names -= {"eval_data", "eval_split", "seed", "local_rank"}
         shared = {name: getattr(self, name) for name in names}
         return Config(student=self.teacher_path, teacher_output="hidden" if self.hidden else "topk",
                       teacher_output_topk=self.top_k, **shared)

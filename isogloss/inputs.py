@@ -278,15 +278,11 @@ def with_common_ids(student, encoders):
 
     Of the control tokens beyond its lm_head one model may have rows for some that another has not.
     """
-    sizes = {}
-    prints = []
-    for encoder in (student, *encoders.values()):
-        prints.append(fingerprint(encoder.tokenizer))
-        size = len(encoder.table)
-        sizes[prints[-1]] = min(size, sizes.get(prints[-1], size))
+    whole = [student, *encoders.values()]
+    prints = [fingerprint(encoder.tokenizer) for encoder in whole]
     cut = []
-    for encoder, print_of_tokenizer in zip((student, *encoders.values()), prints):
-        size = sizes[print_of_tokenizer]
+    for encoder, own_print in zip(whole, prints):
+        size = min(len(other.table) for other, its in zip(whole, prints) if its == own_print)
         if size < len(encoder.table):
             encoder = replace(encoder, table=encoder.table.below(size))
         cut.append(encoder)
@@ -512,9 +508,8 @@ def plan_teachers(cfg, student, encoders, device):
     setups = []
     for name, teacher_cfg in configs.items():
         spec = teacher_cfg.teacher_kind.of(teacher_cfg, encoders[name], device, student)
-        setup = TeacherSetup.of(
-            name, teacher_cfg, encoders[name], spec, student=student, device=device)
-        setups.append(setup)
+        setups.append(TeacherSetup.of(
+            name, teacher_cfg, encoders[name], spec, student=student, device=device))
     return setups
 
 

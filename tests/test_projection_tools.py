@@ -272,7 +272,7 @@ def test_llama3_and_qwen2():
     assert len(halves) > 500
     assert (indices[halves, 0] >= 0).all()
     assert set(build.empty_row_reasons(pair, indices)) == {"control tokens without a counterpart"}
-    facts = cells.statistics(cells.build_translation(pair), pair)
+    facts = cells.statistics(cells.build_translation(pair))
     assert facts["cells"] == 109_564 + 2  # of text, and two pairs of control tokens
 
 

@@ -157,38 +157,32 @@ def build_projection_kl(cfg, pair, device, has_rest=False):
         learned_projection=learned)
 
 
-def build_gold(cfg, pair, device, has_rest=False):
-    return _common_and_rest(cfg, pair, device, relaxed=False)
+def _common_and_rest(cfg, pair, device, relaxed=False):
+    """Return (indices (V, K), ids of the common tokens on either side, those of all others).
 
-
-def build_h_kl(cfg, pair, device, has_rest=False):
-    return _common_and_rest(cfg, pair, device, relaxed=True)
-
-
-def _common_and_rest(cfg, pair, device, relaxed):
+    They are known here once, so that nothing waits for the device in a step.
+    """
     indices, likelihoods = _projection(cfg, pair, device)
-    common_V, common_W = common_tokens(indices, likelihoods, relaxed=relaxed)
-    # known here once, so that nothing waits for the device in a step
-    rest_V = other_tokens(common_V, len(pair.tables[0]))
-    rest_W = other_tokens(common_W, len(pair.tables[1]))
+    common = common_tokens(indices, likelihoods, relaxed=relaxed)
+    rest = [other_tokens(ids, len(table)) for ids, table in zip(common, pair.tables)]
+    return indices, common, rest
+
+
+def build_gold(cfg, pair, device, has_rest=False, *, relaxed=False):
+    indices, common, rest = _common_and_rest(cfg, pair, device, relaxed)
 
     def loss_fn(student_logits, teacher_logits, sub_tile):
         ids = batch_of_one(sub_tile)
         return losses.gold(
             student_logits[None], teacher_logits[None], ids.student_chunk, ids.teacher_chunk,
-            common_V, common_W, temperature=cfg.temperature, uncommon_topk=cfg.uncommon_topk,
-            reverse=cfg.reverse_kl, weight_BS=ids.weight, chunks=sub_tile.terms,
-            rest=(rest_V, rest_W))[0]
+            *common, temperature=cfg.temperature, uncommon_topk=cfg.uncommon_topk,
+            reverse=cfg.reverse_kl, weight_BS=ids.weight, chunks=sub_tile.terms, rest=rest)[0]
 
     return DistillationLoss(loss_fn, indices_VK=indices)
 
 
 def build_hybrid_uld(cfg, pair, device, has_rest=False):
-    indices, likelihoods = _projection(cfg, pair, device)
-    common = common_tokens(indices, likelihoods)
-    # known here once, so that nothing waits for the device in a step
-    rest_V = other_tokens(common[0], len(pair.tables[0]))
-    rest_W = other_tokens(common[1], len(pair.tables[1]))
+    indices, common, rest = _common_and_rest(cfg, pair, device)
     matched_weight = None if cfg.matched_weight == AUTO_WEIGHT else cfg.matched_weight
 
     def loss_fn(student_logits, teacher_logits, sub_tile):
@@ -197,7 +191,7 @@ def build_hybrid_uld(cfg, pair, device, has_rest=False):
             student_logits[None], teacher_logits[None], ids.student_labels, ids.teacher_labels,
             ids.student_chunk, ids.teacher_chunk, temperature=cfg.temperature, common=common,
             matched_weight=matched_weight, weight_BS=ids.weight, chunks=sub_tile.terms,
-            rest=(rest_V, rest_W))[0]
+            rest=rest)[0]
 
     return DistillationLoss(loss_fn, indices_VK=indices)
 
@@ -387,7 +381,8 @@ LOSSES: dict[str, LossSpec] = {
         ("temperature", "projection", "projection_topk", "projection_columns", "reverse_kl"),
         columns=True, truncated="softened", linear_unless="reverse_kl", live_copies=4.2),
     "gold": LossSpec(build_gold, "projection", COMMON_FLAGS, live_copies=6.4),
-    "h_kl": LossSpec(build_h_kl, "projection", COMMON_FLAGS, live_copies=6.4),
+    "h_kl": LossSpec(
+        partial(build_gold, relaxed=True), "projection", COMMON_FLAGS, live_copies=6.4),
     "uld": per_chunk(losses.uld, live_copies=5.2),
     "hybrid_uld": LossSpec(
         build_hybrid_uld, "projection", ("temperature", "projection", "matched_weight")),
