@@ -45,17 +45,10 @@ from isogloss.student.pipeline import start_pipeline
 from isogloss.student.stages import probe_ids
 from isogloss.student.ulysses import ATTENTION, register_attention
 from isogloss.student.whole_student import WholeStudent
+from isogloss.teachers import remote
 from isogloss.teachers.ensemble import SilentTeacher, load_silent
 from isogloss.teachers.model import ModelSpec
 from isogloss.teachers.protocol import load_teacher
-from isogloss.teachers.remote import (
-    TENSORS_PER_RESPONSE,
-    RanksSpec,
-    TeacherClient,
-    client_roles,
-    client_size,
-    serve_requests,
-)
 from isogloss.writing.node_writer import NodeWriter
 from isogloss.writing.on_policy import Writer, check_writing
 
@@ -92,7 +85,7 @@ class TrainState:
     teachers: list
     vocab: int
     device: torch.device
-    client: TeacherClient | None = None
+    client: remote.TeacherClient | None = None
     sequence_group: SequenceGroup | None = None
     scales: dict = field(default_factory=dict)
     bad_steps: BadSteps = field(default_factory=BadSteps)
@@ -263,17 +256,17 @@ def connect(state, roles):
         for setup in state.teachers:
             setup.source = SilentTeacher([])
         return
-    roles = client_roles(roles, state.cfg.pipeline_parallel)
+    roles = remote.client_roles(roles, state.cfg.pipeline_parallel)
     specs = specs_with_weights(state.teachers)
     # this step and the next one
     num_requests = 2 * state.engine.gradient_accumulation_steps() * len(specs)
-    tensors = max(TENSORS_PER_RESPONSE[spec.output] for spec in specs)
-    size = client_size(roles, state.cfg.sequence_parallel)
-    state.client = TeacherClient(roles, num_requests, state.device, size, tensors)
+    tensors = max(remote.TENSORS_PER_RESPONSE[spec.output] for spec in specs)
+    size = remote.client_size(roles, state.cfg.sequence_parallel)
+    state.client = remote.TeacherClient(roles, num_requests, state.device, size, tensors)
     numbers = itertools.count()
     for setup in state.teachers:
         setup.spec = setup.spec.with_models(
-            lambda spec: RanksSpec.of_model(spec, next(numbers), state.client))
+            lambda spec: remote.RanksSpec.of_model(spec, next(numbers), state.client))
         setup.source = load_teacher(setup.spec)
 
 
@@ -301,6 +294,6 @@ def serve_teachers(cfg, roles, device):
             teachers.append(load_teacher(ModelSpec(**plain, device=device)))
     current_watch().training = True
     ignore_stop_signals()  # the student takes a checkpoint first
-    roles = client_roles(roles, cfg.pipeline_parallel)
-    size = client_size(roles, cfg.sequence_parallel)
-    serve_requests(roles, teachers, size, from_hidden=cfg.tiled)
+    roles = remote.client_roles(roles, cfg.pipeline_parallel)
+    size = remote.client_size(roles, cfg.sequence_parallel)
+    remote.serve_requests(roles, teachers, size, from_hidden=cfg.tiled)

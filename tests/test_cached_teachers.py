@@ -51,7 +51,7 @@ def write(argv_list, shard_bytes=None, die_at=None):
     if shard_bytes:
         cache.SHARD_BYTES = shard_bytes
     if die_at is not None:
-        write_tensors = cache.write_tensors
+        write_tensors = cache.cache_files.write_tensors
 
         def write_half(path, tensors):
             if path.name == cache_files.shard_name(die_at):
@@ -59,7 +59,7 @@ def write(argv_list, shard_bytes=None, die_at=None):
                 os.kill(os.getpid(), signal.SIGKILL)
             write_tensors(path, tensors)
 
-        cache.write_tensors = write_half
+        cache.cache_files.write_tensors = write_half
     with end_together():
         for argv in argv_list:
             cache.run(parse_flags(cache.Args, argv), device)
