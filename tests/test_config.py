@@ -45,12 +45,6 @@ def test_the_memory_of_the_loss_follows_the_device(monkeypatch):
     assert [automatic_mib(gib * 2**30) for gib in (1, 20, 1000)] == [512, 2048, 4096]
 
 
-def test_a_teacher_is_named_unless_nothing_is_learned_from_one():
-    with pytest.raises(ValueError, match="--teacher is missing: give a hub id or a local path"):
-        Config(student="s", data="d")
-    Config(student="s", data="d", kd_weight=0)
-
-
 def test_the_table_of_losses_decides(monkeypatch):
     """A new entry is a choice, and its flags may differ for each teacher."""
     with pytest.raises(ValueError, match="--loss mine: expected one of piece_kl"):
@@ -133,9 +127,16 @@ def test_wrong_teachers_are_refused(case):
         Config(student="s", data="d", teachers=text)
 
 
-def test_template_kwargs_that_are_no_object_are_refused():
-    with pytest.raises(ValueError, match="expected a JSON object"):
-        Config(**GOOD, template_kwargs="[1]")
+@pytest.mark.parametrize(("flags", "message"), [
+    ({"teacher": ""}, "--teacher is missing: give a hub id or a local path"),
+    ({"template_kwargs": "[1]"}, "expected a JSON object"),
+    *[({"loss": "hybrid_uld", "matched_weight": weight},
+       f"--matched_weight {weight}: expected 0 to 1, or -1") for weight in (-0.5, 1.5)],
+])
+def test_wrong_values_are_refused(flags, message):
+    with pytest.raises(ValueError, match=message):
+        Config(**GOOD | flags)
+    Config(student="s", data="d", kd_weight=0)  # no teacher is needed
 
 
 # --- one loss in a run ----------------------------------------------------------------------------
@@ -172,9 +173,3 @@ def test_hybrid_uld_of_a_run_is_the_function(encoders, matched_weight):
         weight_BS=sub_tile.weight[None])
     assert abs(value - expected) < 1e-9 * expected
     assert close(gradient(value, x), gradient(expected, x), 1e-9)
-
-
-@pytest.mark.parametrize("weight", [-0.5, 1.5])
-def test_a_matched_weight_that_is_none_is_refused(weight):
-    with pytest.raises(ValueError, match=f"--matched_weight {weight}: expected 0 to 1, or -1"):
-        Config(**HYBRID, matched_weight=weight)

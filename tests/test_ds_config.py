@@ -64,12 +64,9 @@ def test_a_known_key_is_read_or_refused_with_advice(tmp_path, key):
     ('"auto"', "expected a JSON object .* got str"),
     ("{stage: 2}", r"not valid JSON \(line 1, column 2\)"),
 ])
-def test_a_file_that_is_no_ds_config_is_refused(tmp_path, text, message):
+def test_a_file_that_is_no_ds_config_or_missing_is_refused(tmp_path, text, message):
     with pytest.raises(ValueError, match=message):
         read_ds_config(write(tmp_path, text))
-
-
-def test_a_missing_file_is_refused(tmp_path):
     with pytest.raises(ValueError, match="no such file; ready-made ones are ds_configs/pipeline"):
         read_ds_config(tmp_path / "nowhere.json")
 

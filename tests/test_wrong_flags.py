@@ -11,7 +11,6 @@ from deepspeed.accelerator import get_accelerator
 
 from isogloss.projection_tools.build import build_projection
 from isogloss.projection_tools.files import as_tables
-from isogloss.projection_tools.tokenizers import Pair
 from jobs import ds_config
 from wrong_input import check_one_line, good_line, run_wrong
 
@@ -160,10 +159,9 @@ CASES = {f"--ds_config={{folder}}/{name}.json": message
 
 
 @pytest.fixture(scope="module")
-def ended(models, tokenizers, tables, texts, tmp_path_factory):
+def ended(models, pair, texts, tmp_path_factory):
     """{case: Outcome of both ranks} of every wrong command line."""
     folder = tmp_path_factory.mktemp("wrong_flags")
-    pair = Pair.of(*tokenizers, tables=tables)
     projection = as_tables(build_projection(pair), pair, "test")
     torch.save(projection | {"indices": projection["indices"].tolist()}, folder / "list.pt")
     for name, (changes, _) in DS_CONFIGS.items():

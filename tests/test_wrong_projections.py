@@ -16,11 +16,6 @@ from wrong_input import error_line
 
 
 @pytest.fixture(scope="module")
-def pair(tokenizers, tables):
-    return Pair.of(*tokenizers, tables=tables)
-
-
-@pytest.fixture(scope="module")
 def good(pair):
     """The tables of a good projection."""
     return as_tables(build.build_projection(pair), pair, "test")
