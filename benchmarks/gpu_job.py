@@ -22,16 +22,7 @@ from transformers import AutoTokenizer
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
-from benchmarks.gpu import (
-    need_devices,
-    received,
-    relative_error,
-    rounded,
-    send,
-    spawn,
-    waits_counted,
-    watch_waits,
-)
+from benchmarks import gpu
 from isogloss import build, demo, distill
 from isogloss.inputs import build_collator, check_inputs
 from isogloss.job.columns import pack
@@ -76,9 +67,9 @@ def on_ranks(world, function, *arguments):
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    group = [spawn(_rank, rank, world, port, function, arguments) for rank in range(world)]
+    group = [gpu.spawn(_rank, rank, world, port, function, arguments) for rank in range(world)]
     try:
-        answers = [received(pipe, timeout=600) for _, pipe in group]
+        answers = [gpu.received(pipe, timeout=600) for _, pipe in group]
         for answer in answers:
             if "error" in answer:
                 raise RuntimeError(answer["error"])
@@ -93,9 +84,9 @@ def _rank(pipe, rank, world, port, function, arguments):
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world),
                    "LOCAL_SIZE": str(world), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     try:
-        send(pipe, {"result": function(*arguments)})
+        gpu.send(pipe, {"result": function(*arguments)})
     except Exception:
-        send(pipe, {"error": f"rank {rank}: {traceback.format_exc()[-1500:]}"})
+        gpu.send(pipe, {"error": f"rank {rank}: {traceback.format_exc()[-1500:]}"})
 
 
 def start_run(flags):
@@ -151,7 +142,7 @@ def step_gradients(folder):
 
 def nccl_gradients():
     """Compare the gradient of one step on one rank and on two, in float32."""
-    need_devices(2)
+    gpu.need_devices(2)
     with tempfile.TemporaryDirectory() as path:
         folder = Path(path)
         prepare(folder)
@@ -162,7 +153,7 @@ def nccl_gradients():
             gradients[ranks] = torch.load(folder / f"gradients{ranks}.pt", weights_only=True)
     worst = 0.0
     for name, gradient in gradients[1].items():
-        worst = max(worst, relative_error(gradients[2][name], gradient))
+        worst = max(worst, gpu.relative_error(gradients[2][name], gradient))
     figures = {"losses": losses, "worst_relative_error": worst}
     return worst <= EXACT and abs(losses[1] - losses[2]) <= EXACT * abs(losses[1]), figures
 
@@ -188,7 +179,7 @@ def teacher_states(folder, degree, dtype):
 
 def tensor_parallel_teacher():
     """Compare a teacher in two shards with the whole one, by their errors against float32."""
-    need_devices(2)
+    gpu.need_devices(2)
     with tempfile.TemporaryDirectory() as path:
         folder = Path(path)
         prepare(folder, hidden=256, layers=4)
@@ -200,7 +191,7 @@ def tensor_parallel_teacher():
         errors = {}
         for degree in (1, 2):
             logits = torch.load(folder / f"logits_{degree}_bfloat16.pt", weights_only=True)
-            errors[degree] = relative_error(logits, exact)
+            errors[degree] = gpu.relative_error(logits, exact)
     figures = {"engines": engines, "relative_error": errors}
     return errors[2] <= 2 * errors[1] + EXACT, figures
 
@@ -247,18 +238,18 @@ def waits_between_steps(folder):
 
     def step_and_watch(*arguments, **options):
         result = step(*arguments, **options)
-        watch_waits("warn")
+        gpu.watch_waits("warn")
         return result
 
     def upload_unwatched(batches):
-        watch_waits("default")
+        gpu.watch_waits("default")
         return to_device(batches)
 
     state.engine.step = step_and_watch
     state.uploads.to_device = upload_unwatched
     waits = {}
-    with waits_counted(waits):
-        watch_waits("default")  # until a step has been taken
+    with gpu.waits_counted(waits):
+        gpu.watch_waits("default")  # until a step has been taken
         for _ in range(STEPS):
             reports.append(distill.train_step(state, [batch]))
     losses = [report.metrics()["loss"] for report in reports]
@@ -322,8 +313,8 @@ def busy_figures(profiler, num_gaps):
     """Return seconds in which a GPU was busy, its kernels, and its longest gaps."""
     spans = gpu_spans(profiler)
     busy, gaps = busy_and_gaps(spans)
-    longest = [rounded(gap / 1e6) for gap in sorted(gaps)[-num_gaps:]]
-    return {"busy_seconds": rounded(busy / 1e6), "kernels": len(spans),
+    longest = [gpu.rounded(gap / 1e6) for gap in sorted(gaps)[-num_gaps:]]
+    return {"busy_seconds": gpu.rounded(busy / 1e6), "kernels": len(spans),
             "longest_idle_seconds": longest}
 
 
@@ -343,8 +334,8 @@ def timed_steps(folder):
     seconds = (time.perf_counter() - begin) / STEPS
     profiler, _ = profiled(steps)
     figures = busy_figures(profiler, STEPS)  # where a step begins, if the host is late there
-    busy_seconds = rounded(figures["busy_seconds"] / STEPS)
-    return figures | {"step_seconds": rounded(seconds), "busy_seconds": rounded(busy_seconds),
+    busy_seconds = gpu.rounded(figures["busy_seconds"] / STEPS)
+    return figures | {"step_seconds": gpu.rounded(seconds), "busy_seconds": busy_seconds,
                       "step_over_busy": round(seconds / max(busy_seconds, 1e-9), 2)}
 
 

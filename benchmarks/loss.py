@@ -158,14 +158,12 @@ def random_projection(V: int, W: int, device: str) -> tuple[torch.Tensor, torch.
     indices[:common] = -1
     indices[:common, 0] = torch.arange(common)
     likelihoods = torch.tensor(PROJECTION_WEIGHTS, device=device).repeat(V, 1)
-    likelihoods[:common] = torch.tensor([1.0, 0.0, 0.0, 0.0])
+    likelihoods[:common, 0] = 1
+    likelihoods[:common, 1:] = 0
     return indices, likelihoods
 
 
-def build_loss(
-    name: str, V: int, W: int, kept_K: torch.Tensor, tables: nodes.Tables | None, device: str,
-    backend: str,
-) -> Loss:
+def build_loss(name, V, W, kept_K, tables, device, backend) -> Loss:
     """Build the tile loss of a name as a run does; that of projection_kl takes the kept columns.
 
     Args:
@@ -251,7 +249,7 @@ class LossRun:
 
     @torch.no_grad()
     def matmuls(self) -> None:
-        # The same shapes and dtypes as in training; the numbers do not matter.
+        """Run the shapes and dtypes of training; the numbers do not matter."""
         logits, hidden_like, weight_like = self.memory
         x = torch.mm(self.hidden, self.weight.T, out=shaped(logits, self.hidden, self.weight))
         torch.mm(x, self.weight, out=hidden_like)

@@ -53,7 +53,8 @@ class Watch:
         return self.profiled(arguments) if number == self.step else self.train_step(*arguments)
 
     def profiled(self, arguments):
-        from benchmarks.gpu_job import busy_figures, profiled, rounded
+        from benchmarks.gpu import rounded
+        from benchmarks.gpu_job import busy_figures, profiled
 
         reports = []
         profiler, seconds = profiled(lambda: reports.append(self.train_step(*arguments)))

@@ -203,10 +203,13 @@ def test_processes_take_as_many_passes(model):
     assert passes[1] == 40 and passes[0] >= 40
 
 
-def test_nothing_to_write(model):
+def test_nothing_to_write_and_written_batches_are_reported(model):
     assert write(model, [], [STOP]) == []
     completion, = write(model, [Prompt([1], (0,), 0)], [STOP], VOCAB)
     assert len(completion.ids) == 0 and not completion.ended
+    reported = []
+    write(model, prompts(13), [STOP], VOCAB, batch_size=5, on_written=reported.append)
+    assert sorted(reported) == [3, 5, 5]
 
 
 def test_wrong_prompts_and_models():
@@ -268,9 +271,3 @@ def test_a_completion_ends_where_its_prompt_says_so(model):
         assert completion.ended == ended
         torch.testing.assert_close(completion.logp, of_whole.logp[: len(ids)], rtol=0, atol=5e-5)
     assert num_early >= 3
-
-
-def test_written_batches_are_reported(model):
-    reported = []
-    write(model, prompts(13), [STOP], VOCAB, batch_size=5, on_written=reported.append)
-    assert sorted(reported) == [3, 5, 5]
