@@ -299,8 +299,7 @@ def prepare(name: str, sizes: Sizes, dtype: torch.dtype) -> LossRun:
 
     hidden = tensor(sizes.tokens, sizes.H).requires_grad_()
     weight = tensor(V, sizes.H).requires_grad_()
-    teacher_hidden = tensor(sizes.tokens, sizes.teacher_H)
-    teacher = HiddenLogits(teacher_hidden, Head(tensor(W, sizes.teacher_H)))
+    teacher = HiddenLogits(tensor(sizes.tokens, sizes.teacher_H), Head(tensor(W, sizes.teacher_H)))
 
     def planned(memory_mib):
         budget = CPU_SUB_TILES

@@ -19,7 +19,6 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
-
 from isogloss.flags.parse import flag, tool
 
 LONGEST = 8  # gaps that are printed
@@ -80,9 +79,7 @@ def main(args, flags):
 
 
 if __name__ == "__main__":
-    mine, flags = sys.argv, []
-    if "--" in sys.argv:
-        split = sys.argv.index("--")
-        mine, flags = sys.argv[:split], sys.argv[split + 1 :]
-    sys.argv = mine
+    split = sys.argv.index("--") if "--" in sys.argv else len(sys.argv)
+    flags = sys.argv[split + 1 :]
+    del sys.argv[split:]
     tool(Args, lambda args: main(args, flags))

@@ -25,12 +25,7 @@ from isogloss.job.transfers import Uploads
 from isogloss.job.watch import current_watch, ignore_stop_signals
 from isogloss.log import Waiting
 from isogloss.models.pretrained import load_config
-from isogloss.student.checks import (
-    check_logits,
-    check_packing,
-    check_sequence_shards,
-    check_side_by_side,
-)
+from isogloss.student import checks
 from isogloss.student.engine import (
     EngineRunner,
     StudentRunner,
@@ -164,17 +159,17 @@ def prepare(state, inputs, roles, stack):
         stack.push(partial(shut_down, state.client))
     stack.callback(close_teachers, state)
     with fail_together():
-        check_logits(state, probe_ids(state.vocab).tolist())
+        checks.check_logits(state, probe_ids(state.vocab).tolist())
         if cfg.sequence_parallel > 1:
-            check_sequence_shards(state)
+            checks.check_sequence_shards(state)
         if cfg.pack:
-            check_packing(state)
+            checks.check_packing(state)
         writes = cfg.on_policy and not cfg.writer_command
         if inputs.tasks or cfg.eval_samples or writes:
             state.whole_student = WholeStudent(
                 state.engine, state.sequence_group, state.device, cfg.rollout_replica)
         if writes or cfg.eval_samples or (inputs.tasks and inputs.tasks.writes):
-            check_side_by_side(state)
+            checks.check_side_by_side(state)
         if cfg.eval_samples:
             state.samples = load_samples(cfg, inputs, state.whole_student)
         if cfg.on_policy:

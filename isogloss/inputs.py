@@ -50,13 +50,8 @@ from isogloss.job.layout import is_last_stage
 from isogloss.job.rendezvous import values_of_ranks
 from isogloss.job.watch import print_line
 from isogloss.log import check_logs
+from isogloss.models import pretrained
 from isogloss.models.adapters import student_adapter
-from isogloss.models.pretrained import (
-    check_language_model,
-    check_random,
-    check_weights,
-    load_config,
-)
 from isogloss.projection_tools.tokenizers import load_tokenizer
 from isogloss.student.ds_config import batch_sizes, read_ds_config, resolve_ds_config
 from isogloss.student.ds_engine import check_with_deepspeed
@@ -232,7 +227,7 @@ def load_text_encoder(role, path, max_length, trust_remote_code=False, template_
     if looks_local and not os.path.isdir(os.path.expanduser(name)):
         raise ValueError(f"--{role} {path}: no such directory; expected a hub id or a local model "
                          "directory")
-    config = load_config(role, path, trust_remote_code).get_text_config()
+    config = pretrained.load_config(role, path, trust_remote_code).get_text_config()
     tokenizer, table = load_tokenizer(role, path, trust_remote_code)
     if role == "student" and table.eos < 0:
         raise ValueError(f"--student {path}: its tokenizer has no eos token, so the student could "
@@ -271,8 +266,8 @@ def with_common_ids(student, encoders):
 
 def check_student_class(path, trust_remote_code=False):
     """Raise a ValueError for a student that is no language model, or of which a part is none."""
-    config = load_config("student", path, trust_remote_code)
-    check_language_model("student", path, config)
+    config = pretrained.load_config("student", path, trust_remote_code)
+    pretrained.check_language_model("student", path, config)
     if reads_more_than_text(config):
         raise ValueError(
             f"--student {path}: {config.model_type} models read more than text, and what reads the "
@@ -319,10 +314,10 @@ def load_teacher_encoders(cfg, student, roles=None):
 def check_student_weights(cfg):
     """Check that the student's files hold the weights of its config."""
     if cfg.from_scratch:
-        check_random(cfg.student, cfg.trust_remote_code, cfg.attention)
+        pretrained.check_random(cfg.student, cfg.trust_remote_code, cfg.attention)
     else:
-        check_weights("student", cfg.student, cfg.trust_remote_code, student_adapter(cfg),
-                      attention=cfg.attention)
+        pretrained.check_weights("student", cfg.student, cfg.trust_remote_code,
+                                 student_adapter(cfg), attention=cfg.attention)
 
 
 def check_flash_attention(cfg, ds_config):
@@ -342,7 +337,7 @@ def check_flash_attention(cfg, ds_config):
             continue
         dtype = teacher_cfg.teacher_dtype
         if dtype == "auto":
-            config = load_config("teacher", teacher_cfg.teacher, cfg.trust_remote_code)
+            config = pretrained.load_config("teacher", teacher_cfg.teacher, cfg.trust_remote_code)
             dtype = str(config.dtype or torch.float32).removeprefix("torch.")
         if dtype == "float32":
             raise ValueError(f"{precision} --teacher {teacher_cfg.teacher} is in float32; use "

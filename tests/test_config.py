@@ -24,11 +24,13 @@ def several(*entries, **flags):
     return Config(student="s", data="d", teachers=json.dumps(entries), **flags)
 
 
-def test_help_names_every_loss_and_every_choice():
+def test_help_names_every_choice_and_losses_read_flags_that_there_are():
     text = help_text(Config)
     for entry in fields(Config):
         for choice in choices_of(entry):
             assert choice in text, (entry.name, choice)
+    for name, spec in LOSSES.items():
+        assert set(spec.flags) <= set(NAMES), name
 
 
 def test_the_memory_of_the_loss_follows_the_device(monkeypatch):
@@ -54,11 +56,6 @@ def test_the_table_of_losses_decides(monkeypatch):
     assert "seed" in loss_flags() and "seed" in teacher_keys()
 
 
-def test_flags_of_losses_are_flags():
-    for name, spec in LOSSES.items():
-        assert set(spec.flags) <= set(NAMES), name
-
-
 @pytest.mark.parametrize("name", [name for name, spec in LOSSES.items()
                                   if "loss_topk" in spec.flags])
 def test_loss_topk_of_decides_whose_tokens_a_divergence_keeps(name):
@@ -78,7 +75,7 @@ def test_loss_topk_of_decides_whose_tokens_a_divergence_keeps(name):
     assert abs(values[0] - values[1]) > 1e-3
 
 
-def test_each_teacher_has_flags_of_its_own():
+def test_each_teacher_has_flags_and_routes_of_its_own():
     cfg = several({"model": "a/A", "weight": 3, "loss": "gold", "tp": 2, "temperature": 2.0},
                   {"model": "b/B", "name": "b", "max_length": 99, "teacher_output": "topk"},
                   {"model": "c/C", "loss": "reverse_kl", "loss_topk": 16,
@@ -91,9 +88,6 @@ def test_each_teacher_has_flags_of_its_own():
     assert second[1].teacher_output == "topk" and second[1].teachers == ""
     assert (second[1].loss_topk_of, third[1].loss_topk_of) == ("teacher", "student")
     assert configs_by_teacher(Config(**GOOD)) == {"t": Config(**GOOD)}
-
-
-def test_routes():
     cfg = several({"model": "A", "routes": ["x"]}, {"model": "B"}, route_key="domain")
     assert routes_by_teacher(cfg) == {"A": ["x"], "B": None}
     assert routes_by_teacher(Config(**GOOD)) == {}

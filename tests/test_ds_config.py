@@ -141,11 +141,13 @@ def test_every_auto_of_the_ready_made_files_is_filled():
         assert resolved["optimizer"]["params"]["lr"] == 1e-3
 
 
-def test_a_home_directory_is_expanded(monkeypatch):
+def test_a_home_directory_is_expanded_and_the_optimizer_is_the_adamw_of_pytorch(monkeypatch):
     monkeypatch.setenv("HOME", "/a")
     board = {"enabled": True, "output_path": "~/b", "job_name": "~c"}
     resolved = resolve({"train_batch_size": 8, "tensorboard": board})
     assert resolved["tensorboard"] == board | {"output_path": "/a/b"}
+    params = {"torch_adam": True, "lr": 1e-3}
+    assert resolved["optimizer"] == {"type": "AdamW", "params": params}
 
 
 def test_auto_values_are_those_of_the_readme():
@@ -200,12 +202,6 @@ def test_the_learning_rate_is_stated_once():
     resolved = resolve(stated | {"scheduler": schedule}, learning_rate=0.0)
     assert resolved["optimizer"]["params"]["lr"] == 3e-4
     assert resolved["scheduler"]["params"]["warmup_max_lr"] == 3e-4
-
-
-def test_without_an_optimizer_it_is_the_adamw_of_pytorch():
-    resolved = resolve({"train_batch_size": 8})
-    params = {"torch_adam": True, "lr": 1e-3}
-    assert resolved["optimizer"] == {"type": "AdamW", "params": params}
 
 
 def test_the_flag_turns_the_collectives_log_on_and_keeps_its_settings():

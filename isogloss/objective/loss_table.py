@@ -10,15 +10,6 @@ from functools import partial
 import torch
 
 from isogloss import losses
-from isogloss.losses import (
-    at_least_float32,
-    common_tokens,
-    merge_unkept,
-    other_tokens,
-    projection_entries,
-    projection_kl,
-    reachable_tokens,
-)
 from isogloss.models.compiler import loss_compiler, plain
 from isogloss.nodes import Tables, with_rest
 from isogloss.objective.token_weights import OF_ENTROPY, weighed_by_entropy
@@ -116,7 +107,7 @@ def build_projection_kl(cfg, pair, device, has_rest=False):
     num_tokens = len(pair.tables[1])
     # slots of a learned projection may get any weight
     weights = torch.ones_like(likelihoods) if learned else likelihoods
-    reachable_W = reachable_tokens(indices, weights, num_tokens)
+    reachable_W = losses.reachable_tokens(indices, weights, num_tokens)
     if not reachable_W.any():
         raise ValueError("--projection: no student token maps to a token of the teacher; build it "
                          "for these two models")
@@ -130,7 +121,7 @@ def build_projection_kl(cfg, pair, device, has_rest=False):
                 weights = learned.likelihoods().flatten()
                 entries = listed._replace(weight_E=weights[listed.weight_E])
             ids = batch_of_one(sub_tile)
-            return projection_kl(
+            return losses.projection_kl(
                 student_logits[None], teacher_logits[None], ids.student_chunk, ids.teacher_chunk,
                 indices, likelihoods, kept_K=kept_K, temperature=cfg.temperature,
                 reverse=cfg.reverse_kl, weight_BS=ids.weight, entries=entries,
@@ -140,10 +131,10 @@ def build_projection_kl(cfg, pair, device, has_rest=False):
 
     def for_columns(kept_K):
         # once per step, not once per sub-tile: it goes through all V * K entries
-        return compare(projection_entries(indices, source, num_tokens, kept_K), None)
+        return compare(losses.projection_entries(indices, source, num_tokens, kept_K), None)
 
     def coverage(teacher_logits, sub_tile):
-        mass_T = at_least_float32(teacher_logits[sub_tile.teacher_chunk >= 0]).softmax(-1)
+        mass_T = losses.at_least_float32(teacher_logits[sub_tile.teacher_chunk >= 0]).softmax(-1)
         of_tokens = mass_T[:, : len(reachable_W)]  # what a rest holds is not known
         return {"unreachable_mass": (of_tokens[:, ~reachable_W].sum(), len(mass_T))}
 
@@ -151,7 +142,7 @@ def build_projection_kl(cfg, pair, device, has_rest=False):
     if cfg.projection_columns == "reachable" and not reachable_W.all():
         kept_K = reachable_W.nonzero().squeeze(1)
     return DistillationLoss(
-        compare(projection_entries(indices, source, num_tokens, kept_K), kept_K),
+        compare(losses.projection_entries(indices, source, num_tokens, kept_K), kept_K),
         for_columns=for_columns, comparable_W=None if kept_K is None else reachable_W,
         coverage=coverage, coverage_names=("unreachable_mass",), indices_VK=indices,
         learned_projection=learned)
@@ -163,8 +154,8 @@ def _common_and_rest(cfg, pair, device, relaxed=False):
     They are known here once, so that nothing waits for the device in a step.
     """
     indices, likelihoods = _projection(cfg, pair, device)
-    common = common_tokens(indices, likelihoods, relaxed=relaxed)
-    rest = [other_tokens(ids, len(table)) for ids, table in zip(common, pair.tables)]
+    common = losses.common_tokens(indices, likelihoods, relaxed=relaxed)
+    rest = [losses.other_tokens(ids, len(table)) for ids, table in zip(common, pair.tables)]
     return indices, common, rest
 
 
@@ -242,7 +233,7 @@ def build_per_position(divergence, parameters, has_rest=False, compiler=plain):
         student = _chosen(student_logits, chunks.first_S, chunks.whole_S)[None]
         teacher = _chosen(teacher_logits, chunks.first_T, chunks.whole_T)[None]
         if has_rest:
-            student = merge_unkept(student, teacher, parameters["temperature"])
+            student = losses.merge_unkept(student, teacher, parameters["temperature"])
         return divergence(student, teacher, None, weight_BS=weight, **parameters)[0]
 
     return DistillationLoss(loss_fn)
