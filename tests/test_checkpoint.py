@@ -267,12 +267,12 @@ def on_two_nodes(folder, flags):
 def start_apart(folder):
     """Let both ranks start from checkpoints of one name and other content."""
     start_distributed()
-    checkpoint = Path(folder) / f"node{dist.get_rank()}" / "step_0000001"
-    checkpoint.mkdir(parents=True)
-    (checkpoint / "position.json").write_text(json.dumps({"written": dist.get_rank()}))
+    step = Path(folder) / f"node{dist.get_rank()}" / "step_0000001"
+    step.mkdir(parents=True)
+    (step / "position.json").write_text(json.dumps({"written": dist.get_rank()}))
     checkpoint.agree_on_start(None)
     try:
-        checkpoint.agree_on_start(checkpoint)
+        checkpoint.agree_on_start(step)
     except ValueError as error:
         return str(error)
 
