@@ -426,7 +426,7 @@ def copies_line(name):
     """Return how often a loss, with the cross-entropy, holds the logits of a sub-tile."""
     sizes = benchmark.Sizes(ROWS, V=128_256, W=VOCAB, H=64, teacher_H=64, K=8192, memory_mib=512)
     with mock.patch.object(torch.cuda, "is_available", lambda: False):  # tables are real
-        run = benchmark.prepare(name, sizes, torch.bfloat16, with_plain=True)
+        run = benchmark.prepare(name, sizes, torch.bfloat16)
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     hidden, weight, teacher, tiles, loss = on_gpu(
         (run.hidden, run.weight, run.teacher_logits(run.whole), run.whole, run.loss), mode)

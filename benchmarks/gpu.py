@@ -272,29 +272,24 @@ class TableRun:
     Args:
         name: see `benchmarks.loss`.
         sizes: `benchmarks.loss.Sizes`.
-        path: plain (all logits at once), tiled, or compiled.
+        path: tiled, or compiled.
     """
 
     def __init__(self, name, sizes, path):
         from benchmarks import loss as bench
         from isogloss.objective.objective import PairLoss
 
-        self.run = bench.prepare(name, sizes, torch.bfloat16, with_plain=path == "plain")
-        self.plan = self.run.whole if path == "plain" else self.run.tiles
-        self.teacher = self.run.teacher_logits(self.plan)
+        self.run = bench.prepare(name, sizes, torch.bfloat16)
+        self.teacher = self.run.teacher_logits(self.run.tiles)
         loss = self.run.compiled_loss if path == "compiled" else self.run.loss
         self.loss = PairLoss(loss, [1.0, 1.0])
 
     def step(self):
         """Compute loss and gradients; nothing here reads them back."""
         self.run.clear_gradients()
-        self.loss_value().backward()
-
-    def loss_value(self):
-        """Return the loss; its backward pass only scales gradients that exist already."""
         loss, _ = tiles.tiled_loss(self.run.hidden, tiles.Head(self.run.weight), self.teacher,
-                                   self.loss, self.plan, [1.0, 1.0, 0.0])
-        return loss
+                                   self.loss, self.run.tiles, [1.0, 1.0, 0.0])
+        loss.backward()
 
 
 def timed(run, times=3):
@@ -328,7 +323,7 @@ def table_line(name):
             "first_seconds": rounded(first_seconds), "seconds": rounded(seconds),
             "of_matmuls": round(seconds / matmuls, 2),
             "GiB_above_head_gradient": round(gib - head_gib, 2),
-            "sub_tiles": sum(len(tile.sub_tiles) for tile in run.plan)}
+            "sub_tiles": sum(len(tile.sub_tiles) for tile in run.run.tiles)}
         del run
         torch.cuda.empty_cache()
     return lines
@@ -433,11 +428,8 @@ def in_its_own_process(name, *arguments):
 def run_here(call):
     """Print the outcome of one check, or of one line of the table, as JSON."""
     name, *arguments = json.loads(call)
-    if name in CHECKS:
-        print(json.dumps(outcome(CHECKS[name])), flush=True)
-    else:
-        line = outcome(lambda: (True, globals()[name](*arguments)))
-        print(json.dumps(line), flush=True)
+    check = CHECKS.get(name, lambda: (True, globals()[name](*arguments)))
+    print(json.dumps(outcome(check)), flush=True)
 
 
 def environment():

@@ -22,16 +22,7 @@ from transformers import AutoTokenizer
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
-from benchmarks.gpu import (
-    need_devices,
-    received,
-    relative_error,
-    rounded,
-    send,
-    spawn,
-    waits_counted,
-    watch_waits,
-)
+from benchmarks import gpu
 from isogloss import build, demo, distill
 from isogloss.inputs import build_collator, check_inputs
 from isogloss.job.columns import pack
@@ -73,13 +64,13 @@ def prepare(folder, layers=2, hidden=64, rows=None):
 
 
 def on_ranks(world, function, *arguments):
-    """Run a function of this file on `world` ranks; return what each returned."""
+    """Run a function of a module on `world` ranks; return what each returned."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    group = [spawn(_rank, rank, world, port, function, arguments) for rank in range(world)]
+    group = [gpu.spawn(_rank, rank, world, port, function, arguments) for rank in range(world)]
     try:
-        answers = [received(pipe, timeout=600) for _, pipe in group]
+        answers = [gpu.received(pipe, timeout=600) for _, pipe in group]
         for answer in answers:
             if "error" in answer:
                 raise RuntimeError(answer["error"])
@@ -94,27 +85,32 @@ def _rank(pipe, rank, world, port, function, arguments):
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world),
                    "LOCAL_SIZE": str(world), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     try:
-        send(pipe, {"result": globals()[function](*arguments)})
+        gpu.send(pipe, {"result": function(*arguments)})
     except Exception:
-        send(pipe, {"error": f"rank {rank}: {traceback.format_exc()[-1500:]}"})
+        gpu.send(pipe, {"error": f"rank {rank}: {traceback.format_exc()[-1500:]}"})
 
 
-def start_run(folder, micro_batch_size, precision, **flags):
-    """Return (state of a run, its Collator, texts) on this rank."""
+def start_run(flags):
+    """Return (Config, device, RunInputs, state) of a run on this rank."""
     device = start_distributed()
     silence_libraries()
+    cfg = distill.Config(**flags)
+    inputs = check_inputs(cfg, device)
+    return cfg, device, inputs, build.build_state(cfg, inputs, device)
+
+
+def start_small_run(folder, micro_batch_size, precision):
+    """Return (state of a run of what `prepare` wrote, its Collator, texts) on this rank."""
     optimizer = {"type": "AdamW", "params": {"lr": 0.0, "torch_adam": True}}
-    ds_config = folder / f"ds{dist.get_rank()}.json"
+    ds_config = folder / f"ds{os.environ['RANK']}.json"
     ds_config.write_text(json.dumps({
         "train_micro_batch_size_per_gpu": micro_batch_size, "gradient_accumulation_steps": 1,
         "gradient_clipping": 0.0, "optimizer": optimizer, "zero_optimization": {"stage": 1},
         "bf16": {"enabled": precision == "bfloat16"}}))
-    cfg = distill.Config(
+    cfg, device, inputs, state = start_run(dict(
         student=str(folder / "student"), teacher=str(folder / "teacher"),
         data=str(folder / "corpus.jsonl"), ds_config=str(ds_config), max_length=MAX_LENGTH,
-        teacher_max_length=MAX_LENGTH, output_dir=str(folder / "run"), **flags)
-    inputs = check_inputs(cfg, device)
-    state = build.build_state(cfg, inputs, device)
+        teacher_max_length=MAX_LENGTH, output_dir=str(folder / "run")))
     return state, build_collator(cfg, inputs, device), inputs.data.train_data["text"]
 
 
@@ -126,7 +122,7 @@ def step_gradients(folder):
     folder = Path(folder)
     world = int(os.environ["WORLD_SIZE"])
     count = SAMPLES // world
-    state, collator, texts = start_run(folder, count, "float32")
+    state, collator, texts = start_small_run(folder, count, "float32")
     first = count * dist.get_rank()
     batch = collator(texts[first : first + count])
     model = state.engine.module.model
@@ -147,18 +143,18 @@ def step_gradients(folder):
 
 def nccl_gradients():
     """Compare the gradient of one step on one rank and on two, in float32."""
-    need_devices(2)
+    gpu.need_devices(2)
     with tempfile.TemporaryDirectory() as path:
         folder = Path(path)
         prepare(folder)
         losses = {}
         gradients = {}
         for ranks in (1, 2):
-            losses[ranks] = on_ranks(ranks, "step_gradients", path)[0]
+            losses[ranks] = on_ranks(ranks, step_gradients, path)[0]
             gradients[ranks] = torch.load(folder / f"gradients{ranks}.pt", weights_only=True)
     worst = 0.0
     for name, gradient in gradients[1].items():
-        worst = max(worst, relative_error(gradients[2][name], gradient))
+        worst = max(worst, gpu.relative_error(gradients[2][name], gradient))
     figures = {"losses": losses, "worst_relative_error": worst}
     return worst <= EXACT and abs(losses[1] - losses[2]) <= EXACT * abs(losses[1]), figures
 
@@ -184,19 +180,19 @@ def teacher_states(folder, degree, dtype):
 
 def tensor_parallel_teacher():
     """Compare a teacher in two shards with the whole one, by their errors against float32."""
-    need_devices(2)
+    gpu.need_devices(2)
     with tempfile.TemporaryDirectory() as path:
         folder = Path(path)
         prepare(folder, hidden=256, layers=4)
         engines = {}
         for degree, precision in ((1, "float32"), (1, "bfloat16"), (2, "bfloat16")):
             key = f"{degree} {precision}"
-            engines[key] = on_ranks(degree, "teacher_states", path, degree, precision)[0]
+            engines[key] = on_ranks(degree, teacher_states, path, degree, precision)[0]
         exact = torch.load(folder / "logits_1_float32.pt", weights_only=True)
         errors = {}
         for degree in (1, 2):
             logits = torch.load(folder / f"logits_{degree}_bfloat16.pt", weights_only=True)
-            errors[degree] = relative_error(logits, exact)
+            errors[degree] = gpu.relative_error(logits, exact)
     figures = {"engines": engines, "relative_error": errors}
     return errors[2] <= 2 * errors[1] + EXACT, figures
 
@@ -235,7 +231,7 @@ def transfers_overlap():
 
 def waits_between_steps(folder):
     """Return {place: waits for the device} from an optimizer's step to the next batch's copy."""
-    state, collator, texts = start_run(Path(folder), SAMPLES, "bfloat16")
+    state, collator, texts = start_small_run(Path(folder), SAMPLES, "bfloat16")
     batch = collator(texts[:SAMPLES])
     reports = [distill.train_step(state, [batch])]
     step = state.engine.step
@@ -243,18 +239,18 @@ def waits_between_steps(folder):
 
     def step_and_watch(*arguments, **options):
         result = step(*arguments, **options)
-        watch_waits("warn")
+        gpu.watch_waits("warn")
         return result
 
     def upload_unwatched(batches):
-        watch_waits("default")
+        gpu.watch_waits("default")
         return to_device(batches)
 
     state.engine.step = step_and_watch
     state.uploads.to_device = upload_unwatched
     waits = {}
-    with waits_counted(waits):
-        watch_waits("default")  # until a step has been taken
+    with gpu.waits_counted(waits):
+        gpu.watch_waits("default")  # until a step has been taken
         for _ in range(STEPS):
             reports.append(distill.train_step(state, [batch]))
     losses = [report.metrics()["loss"] for report in reports]
@@ -266,7 +262,7 @@ def overlap():
     figures = transfers_overlap()
     with tempfile.TemporaryDirectory() as path:
         prepare(Path(path))
-        [between] = on_ranks(1, "waits_between_steps", path)
+        [between] = on_ranks(1, waits_between_steps, path)
     return all(figures.values()) and not between["waits"], figures | between
 
 
@@ -314,9 +310,18 @@ def busy_and_gaps(spans):
     return busy, gaps
 
 
+def busy_figures(profiler, num_gaps):
+    """Return seconds in which a GPU was busy, its kernels, and its longest gaps."""
+    spans = gpu_spans(profiler)
+    busy, gaps = busy_and_gaps(spans)
+    longest = [gpu.rounded(gap / 1e6) for gap in sorted(gaps)[-num_gaps:]]
+    return {"busy_seconds": gpu.rounded(busy / 1e6), "kernels": len(spans),
+            "longest_idle_seconds": longest}
+
+
 def timed_steps(folder):
     """Time whole steps, then let the profiler say when the GPU was idle in them."""
-    state, collator, texts = start_run(Path(folder), SAMPLES, "bfloat16")
+    state, collator, texts = start_small_run(Path(folder), SAMPLES, "bfloat16")
     batch = collator(texts[:SAMPLES])
 
     def steps():
@@ -329,20 +334,15 @@ def timed_steps(folder):
     steps()
     seconds = (time.perf_counter() - begin) / STEPS
     profiler, _ = profiled(steps)
-    busy, gaps = busy_and_gaps(gpu_spans(profiler))
-    busy_seconds = busy / STEPS / 1e6
-    return {
-        "step_seconds": rounded(seconds),
-        "busy_seconds": rounded(busy_seconds),
-        "step_over_busy": round(seconds / max(busy_seconds, 1e-9), 2),
-        # the longest ones: where a step begins, if the host is late there
-        "longest_idle_seconds": [rounded(gap / 1e6) for gap in sorted(gaps)[-STEPS:]],
-    }
+    figures = busy_figures(profiler, STEPS)  # where a step begins, if the host is late there
+    busy_seconds = gpu.rounded(figures["busy_seconds"] / STEPS)
+    return figures | {"step_seconds": gpu.rounded(seconds), "busy_seconds": busy_seconds,
+                      "step_over_busy": round(seconds / max(busy_seconds, 1e-9), 2)}
 
 
 def step_over_parts():
     """Compare a step's seconds with those in which the GPU computes."""
     with tempfile.TemporaryDirectory() as path:
         prepare(Path(path), layers=8, hidden=512, rows=VOCAB)
-        [figures] = on_ranks(1, "timed_steps", path)
+        [figures] = on_ranks(1, timed_steps, path)
     return figures["step_over_busy"] <= 1.15, figures

@@ -2,8 +2,7 @@
 
     python benchmarks/loss.py                                # the record of docs/LOG.md
     python benchmarks/loss.py --losses piece_kl --tokens 1024 --path plain
-    python benchmarks/loss.py --losses piece_kl --beside plain,compiled # these in turn with tiles
-    OMP_NUM_THREADS=1 python benchmarks/loss.py --tokens 64 --H 128,1024,4096 --times 7
+    OMP_NUM_THREADS=1 python benchmarks/loss.py --tokens 64 --H 128 --times 7
 
 The first command prints one line of JSON per loss, each from a process of its own.
 
@@ -19,17 +18,20 @@ over all tokens, in one piece, into memory that exists, in the same process.
 seconds: those of all its threads, which other processes disturb less.
 """
 
-import itertools
 import json
 import math
+import multiprocessing
 import resource
 import statistics
-import subprocess
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property, partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import NamedTuple
+from unittest import mock
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
@@ -38,17 +40,17 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from isogloss import losses, nodes, translation
+from isogloss import losses, nodes
+from isogloss.config import Config
 from isogloss.job.columns import to_device
-from isogloss.models.compiler import loss_compiler, missing_compiler, plain
+from isogloss.models.compiler import missing_compiler
 from isogloss.objective import loss_table
 from isogloss.spelling import translation_tables
 from isogloss.tile_plan import CPU_SUB_TILES, GPU_SUB_TILES, SubTile, Tile, plan_tiles
 from isogloss.tiles import Head, HiddenLogits, StoredLogits, TeacherBlocks, tiled_loss
 
 DIVERGENCES = "forward_kl", "reverse_kl", "generalized_jsd"  # one vocabulary, the student's
-LOSSES = (
-    "piece_kl", "projection_kl", "gold", "alm", "uld", "forward_kl", "cross_entropy")
+LOSSES = "piece_kl", "projection_kl", "gold", "alm", "uld", "forward_kl"
 # Of llama3 (128,256 tokens) against qwen2: tokens whose bytes are one token of the other too.
 COMMON_PER_TOKEN = 101_566 / 128_256
 # Share of the teacher's tokens that cannot come behind a student token: llama3 and qwen2, mean over
@@ -60,8 +62,8 @@ LONG_CHUNK_FRACTION = 0.1
 PROJECTION_WEIGHTS = 0.9, 0.09, 0.009, 0.001
 KIB_PER_GIB = 2**20
 
-# (student logits (n, V), teacher logits (m, W) or None, sub-tile) -> ()
-Loss = Callable[[torch.Tensor, torch.Tensor | None, SubTile], torch.Tensor]
+# (student logits (n, V), teacher logits (m, W), sub-tile) -> ()
+Loss = Callable[[torch.Tensor, torch.Tensor, SubTile], torch.Tensor]
 
 
 class Sizes(NamedTuple):
@@ -122,9 +124,8 @@ def random_tables(V: int, W: int) -> nodes.Tables:
     # no token has bytes here, so that no join follows from these
     no_bytes = [[b""] * size for size in (V, W)]
     fields = translation_tables(pieces_W, pieces_V, *no_bytes, np.zeros(V, bool), lambda texts: [])
-    tensors = {}
-    for name, value in fields.items():
-        tensors[name] = torch.from_numpy(value) if isinstance(value, np.ndarray) else value
+    tensors = {name: torch.from_numpy(value) if isinstance(value, np.ndarray) else value
+               for name, value in fields.items()}
     num_joined = int(JOINED_FRACTION * W)
     low = torch.randint(W - num_joined, (V,))
     high = low + num_joined
@@ -150,95 +151,45 @@ def spell_long_chunks(text: Text, V: int, tables: nodes.Tables) -> None:
             long_labels[0, first_long[is_long] + k] = pieces[tokens, k]
 
 
-# --- losses ---------------------------------------------------------------------------------------
-
-
-def build_loss(
-    name: str,
-    V: int,
-    W: int,
-    kept_K: torch.Tensor,
-    tables: nodes.Tables | None,
-    device: str,
-    compiler: Callable = plain,
-) -> Loss:
-    """Build the tile loss of a name; that of projection_kl takes the kept columns alone."""
-    if name == "piece_kl":
-        return build_piece_kl(tables, device, compiler)
-    if name == "cross_entropy":
-        return cross_entropy
-    if name == "projection_kl":
-        return build_projection_kl(V, W, kept_K, device)
-    if name == "gold":  # h_kl is the same with other common tokens
-        return build_gold(V, W, device)
-    function = getattr(losses, name)
-    if name in DIVERGENCES:
-        return loss_table.build_per_position(function, {}, compiler=compiler).loss_fn
-    return loss_table.build_per_chunk(None, None, device, loss=function, flag_of={}).loss_fn
-
-
-def cross_entropy(x, y, sub_tile):
-    return F.cross_entropy(x.float(), sub_tile.student_labels, reduction="sum")
-
-
-def build_piece_kl(tables: nodes.Tables, device: str, compiler: Callable) -> Loss:
-    on_device = to_device(tables, device)
-    cells = translation.CellColumns.of(on_device)
-    of_roots = compiler(translation.root_values)
-
-    def piece_kl(x, y, sub_tile):
-        return translation.translated(
-            x[None], y[None], sub_tile.terms, on_device, divergence=losses.forward_kl,
-            of_roots=of_roots, cells=cells,
-        )[0]
-
-    return piece_kl
-
-
-def build_gold(V: int, W: int, device: str) -> Loss:
-    common = torch.arange(int(COMMON_PER_TOKEN * V), device=device)
-    # Lists that a run computes once, not at every step.
-    rest = losses.other_tokens(common, V), losses.other_tokens(common, W)
-
-    def gold(x, y, sub_tile):
-        ids = loss_table.batch_of_one(sub_tile)
-        return losses.gold(
-            x[None], y[None], ids.student_chunk, ids.teacher_chunk, common, common,
-            chunks=sub_tile.terms, rest=rest,
-        )[0]
-
-    return gold
-
-
-def build_projection_kl(V: int, W: int, kept_K: torch.Tensor, device: str) -> Loss:
+def random_projection(V: int, W: int, device: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return indices and likelihoods, with one entry in the rows of the common tokens."""
+    common = int(COMMON_PER_TOKEN * V)
     indices = torch.randint(W, (V, len(PROJECTION_WEIGHTS)), device=device)
-    indices[: int(COMMON_PER_TOKEN * V), 1:] = -1  # most rows have one entry
-    weights = torch.tensor(PROJECTION_WEIGHTS, device=device).expand(V, -1)
-    # Likewise computed once per choice of columns.
-    entries = losses.projection_entries(indices, weights, W, kept_K)
+    indices[:common] = -1
+    indices[:common, 0] = torch.arange(common)
+    likelihoods = torch.tensor(PROJECTION_WEIGHTS, device=device).repeat(V, 1)
+    likelihoods[:common, 0] = 1
+    likelihoods[:common, 1:] = 0
+    return indices, likelihoods
 
-    def projection_kl(x, y, sub_tile):
-        ids = loss_table.batch_of_one(sub_tile)
-        return losses.projection_kl(
-            x[None], y[None], ids.student_chunk, ids.teacher_chunk, indices, weights,
-            entries=entries, chunks=sub_tile.terms,
-        )[0]
 
-    return projection_kl
+def build_loss(name, V, W, kept_K, tables, device, backend) -> Loss:
+    """Build the tile loss of a name as a run does; that of projection_kl takes the kept columns.
+
+    Args:
+        tables: of a translation; None for a loss without one.
+        backend: as --loss_backend.
+    """
+    cfg = Config(student="S", teacher="T", data="D", loss=name, loss_backend=backend)
+    # all that is asked of the tokenizers: their sizes, and whether they are equal
+    pair = SimpleNamespace(tables=(range(V), range(W)), fingerprints=(True, name in DIVERGENCES))
+    with mock.patch.multiple(loss_table, translation_fields=lambda pair: tables._asdict(),
+                             _projection=lambda *_: random_projection(V, W, device)):
+        loss = loss_table.LOSSES[name].build(cfg, pair, device)
+    return loss.for_columns(kept_K) if name == "projection_kl" else loss.loss_fn
 
 
 # --- the paths that are compared ------------------------------------------------------------------
 
 
-class LossRun(NamedTuple):
+@dataclass
+class LossRun:
     """Hold a loss and its inputs, and run it on either path.
 
     hidden, weight: (tokens, H), (V, H), the student's hidden states and head.
-    teacher: None for cross_entropy.
     kept_K: teacher tokens that projection_kl compares.
     tiles: for the tiled path.
-    whole: one tile of one sub-tile, for the plain path; None if that is not measured.
-    kept_memory: of the matmuls, once they have run.
+    whole: one tile of one sub-tile, for the plain path.
     """
 
     name: str
@@ -246,13 +197,12 @@ class LossRun(NamedTuple):
     compiled_loss: Loss
     hidden: torch.Tensor
     weight: torch.Tensor
-    teacher: HiddenLogits | None
+    teacher: HiddenLogits
     kept_K: torch.Tensor
     tiles: list[Tile]
-    whole: list[Tile] | None
-    kept_memory: list[torch.Tensor]
+    whole: list[Tile]
 
-    def teacher_logits(self, tiles: list[Tile]) -> HiddenLogits | None:
+    def teacher_logits(self, tiles: list[Tile]) -> HiddenLogits:
         """Return the teacher that the loss sees.
 
         For projection_kl, that is a choice of columns, made in a pass over all logits.  The pass is
@@ -260,9 +210,7 @@ class LossRun(NamedTuple):
         """
         if self.name != "projection_kl":
             return self.teacher
-        importance_W = torch.full(
-            (self.teacher.head.tokens,), -torch.inf, device=self.hidden.device
-        )
+        importance_W = self.hidden.new_full([self.teacher.head.tokens], -torch.inf)
         blocks = TeacherBlocks(self.teacher, tiles)
         for positions in blocks.fetches:
             of_block = losses.teacher_importance(blocks.fetch(positions)[None])
@@ -295,21 +243,17 @@ class LossRun(NamedTuple):
         [sub_tile] = tile.sub_tiles
         teacher = self.teacher_logits(self.whole)
         x = self.hidden @ self.weight.T
-        y = None
-        if teacher is not None:
-            all_positions = torch.arange(len(x), device=x.device)
-            y = StoredLogits(teacher(all_positions))(sub_tile.teacher_positions)
+        all_positions = torch.arange(len(x), device=x.device)
+        y = StoredLogits(teacher(all_positions))(sub_tile.teacher_positions)
         self.loss(x[tile.student_positions], y, sub_tile).backward()
 
     @torch.no_grad()
     def matmuls(self) -> None:
-        # The same shapes and dtypes as in training; the numbers do not matter.
-        logits, hidden_like, weight_like = self.memory()
+        """Run the shapes and dtypes of training; the numbers do not matter."""
+        logits, hidden_like, weight_like = self.memory
         x = torch.mm(self.hidden, self.weight.T, out=shaped(logits, self.hidden, self.weight))
         torch.mm(x, self.weight, out=hidden_like)
         torch.mm(x.T, self.hidden, out=weight_like)
-        if self.teacher is None:
-            return
         # the teacher's logits take the place of the student's
         rows = self.teacher.hidden_TH
         head = self.teacher.head.weight_VH
@@ -318,33 +262,24 @@ class LossRun(NamedTuple):
             head = head[self.kept_K]
             torch.mm(rows, head.T, out=shaped(logits, rows, head))
 
+    @cached_property
     def memory(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Return memory for logits, flat, and for two gradients; it stays for the next call."""
-        if not self.kept_memory:
-            width = len(self.weight)
-            if self.teacher is not None:
-                width = max(width, self.teacher.head.tokens)
-            logits = self.hidden.new_empty(len(self.hidden) * width)
-            gradients = torch.empty_like(self.hidden), torch.empty_like(self.weight)
-            self.kept_memory.extend([logits, *gradients])
-        return tuple(self.kept_memory)
+        """Return memory for logits, flat, and for two gradients."""
+        width = max(len(self.weight), self.teacher.head.tokens)
+        logits = self.hidden.new_empty(len(self.hidden) * width)
+        return logits, torch.empty_like(self.hidden), torch.empty_like(self.weight)
 
     def warm_up(self) -> None:
         """Run the loss once on few positions, to load and compile its code."""
         sub_tile = self.tiles[0].sub_tiles[0]
-        W = 0
-        if self.teacher is not None:
-            kept_only = self.name == "projection_kl"
-            W = len(self.kept_K) if kept_only else self.teacher.head.tokens
-        n = sub_tile.student_slice.stop
-        m = sub_tile.teacher_slice.stop
+        W = len(self.kept_K) if self.name == "projection_kl" else self.teacher.head.tokens
         device = self.hidden.device
-        x = torch.randn(n, len(self.weight), device=device, requires_grad=True)
-        y = torch.randn(m, W, device=device, requires_grad=True)
-        self.loss(x, y, sub_tile).backward()
+        x = torch.randn(sub_tile.student_slice.stop, len(self.weight), device=device)
+        y = torch.randn(sub_tile.teacher_slice.stop, W, device=device)
+        self.loss(x.requires_grad_(), y.requires_grad_(), sub_tile).backward()
 
 
-def prepare(name: str, sizes: Sizes, dtype: torch.dtype, with_plain: bool) -> LossRun:
+def prepare(name: str, sizes: Sizes, dtype: torch.dtype) -> LossRun:
     """Draw the inputs of a loss and plan its tiles."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     V = sizes.V
@@ -355,7 +290,7 @@ def prepare(name: str, sizes: Sizes, dtype: torch.dtype, with_plain: bool) -> Lo
     if tables:
         spell_long_chunks(text, V, tables)
     loss, compiled_loss = (
-        build_loss(name, V, W, kept_K, tables, device, loss_compiler(backend, device))
+        build_loss(name, V, W, kept_K, tables, device, backend)
         for backend in ("plain", "plain" if missing_compiler() else "compiled"))
 
     def tensor(*shape):
@@ -364,34 +299,17 @@ def prepare(name: str, sizes: Sizes, dtype: torch.dtype, with_plain: bool) -> Lo
 
     hidden = tensor(sizes.tokens, sizes.H).requires_grad_()
     weight = tensor(V, sizes.H).requires_grad_()
-    teacher = None
-    if name != "cross_entropy":
-        teacher_hidden = tensor(sizes.tokens, sizes.teacher_H)
-        teacher = HiddenLogits(teacher_hidden, Head(tensor(W, sizes.teacher_H)))
+    teacher = HiddenLogits(tensor(sizes.tokens, sizes.teacher_H), Head(tensor(W, sizes.teacher_H)))
 
     def planned(memory_mib):
         budget = CPU_SUB_TILES
         if device != "cpu":
-            spec = loss_table.LOSSES.get(name, GPU_SUB_TILES)
-            budget = GPU_SUB_TILES._replace(live_copies=spec.live_copies)
-        vocab_sizes = (V, W if teacher else 0)
-        tiles = plan_tiles(*text, vocab_sizes, memory_mib, sub_tiles=budget)
-        if teacher:
-            tiles = [with_terms(tile, tables) for tile in tiles]
-        return [to_device(tile, device) for tile in tiles]
+            budget = GPU_SUB_TILES._replace(live_copies=loss_table.LOSSES[name].live_copies)
+        tiles = plan_tiles(*text, (V, W), memory_mib, sub_tiles=budget)
+        return [to_device(with_terms(tile, tables), device) for tile in tiles]
 
-    return LossRun(
-        name=name,
-        loss=loss,
-        compiled_loss=compiled_loss,
-        hidden=hidden,
-        weight=weight,
-        teacher=teacher,
-        kept_K=kept_K,
-        tiles=planned(sizes.memory_mib),
-        whole=planned(math.inf) if with_plain else None,
-        kept_memory=[],
-    )
+    return LossRun(name, loss, compiled_loss, hidden, weight, teacher, kept_K,
+                   tiles=planned(sizes.memory_mib), whole=planned(math.inf))
 
 
 def shaped(flat: torch.Tensor, rows: torch.Tensor, head: torch.Tensor) -> torch.Tensor:
@@ -440,45 +358,32 @@ def memory_of(run: LossRun, path: str) -> float:
     return peak_gib() - before
 
 
-def measure(
-    name: str, sizes: Sizes, dtype: torch.dtype, path: str, beside: list[str], times: int
-) -> dict:
+def measure(name: str, sizes: Sizes, dtype: torch.dtype, path: str, times: int) -> dict:
     """Measure seconds of loss and gradients, and of the matmuls, and GiB."""
-    run = prepare(name, sizes, dtype, with_plain=path != "tiled" or bool(beside))
+    run = prepare(name, sizes, dtype)
     run.warm_up()
     # The first run after the warm-up; the timed ones reuse what it allocated.
     gib = memory_of(run, path)
-    seconds = {timed_path: [] for timed_path in (path, "matmuls", *beside)}
-    for _ in range(times):
-        for timed_path, taken in seconds.items():  # in turn: machines drift
-            taken.append(timed(getattr(run, timed_path)))
-    means = {timed_path: sum(taken) / times for timed_path, taken in seconds.items()}
-    ratios = {other: ratios_of(seconds[path], taken) for other, taken in seconds.items()}
-    record = {
+    seconds = []
+    matmul_seconds = []
+    for _ in range(times):  # in turn: machines drift
+        seconds.append(timed(getattr(run, path)))
+        matmul_seconds.append(timed(run.matmuls))
+    ratios = [round(one / other, 2) for one, other in zip(seconds, matmul_seconds)]
+    return {
         "loss": name,
         "path": path,
         "tokens": len(run.hidden),
         "H": sizes.H,
         "dtype": str(dtype)[6:],
         "threads": torch.get_num_threads(),
-        "tiles": len(run.tiles if path == "tiled" else run.whole),
-        "seconds": round(means[path], 3),
-        "matmul_seconds": round(means["matmuls"], 3),
-        "ratio": round(means[path] / means["matmuls"], 2),
-        "ratios": ratios["matmuls"],
-        "median": statistics.median(ratios["matmuls"]),
+        "tiles": len(run.whole if path == "plain" else run.tiles),
+        "seconds": round(statistics.fmean(seconds), 3),
+        "matmul_seconds": round(statistics.fmean(matmul_seconds), 3),
+        "ratios": ratios,
+        "median": round(statistics.median(ratios), 2),
         "GiB": round(gib, 2),
     }
-    for other in beside:
-        record[f"{other}_seconds"] = round(means[other], 3)
-        record[f"of_{other}"] = ratios[other]
-        record[f"median_of_{other}"] = statistics.median(ratios[other])
-    return record
-
-
-def ratios_of(seconds: list[float], other_seconds: list[float]) -> list[float]:
-    """Return the ratio of every pair of runs."""
-    return [round(one / other, 2) for one, other in zip(seconds, other_seconds)]
 
 
 def as_list(value) -> list[str]:
@@ -489,19 +394,8 @@ def as_list(value) -> list[str]:
 
 
 def main(
-    losses=LOSSES,
-    tokens=4096,
-    V=128_256,
-    W=151_646,
-    H=2048,
-    teacher_H=2560,
-    K=8192,
-    memory_mib=512,
-    dtype="float32",
-    path="tiled",
-    beside="",
-    times=2,
-    here=False,
+    losses=LOSSES, tokens=4096, V=128_256, W=151_646, H=2048, teacher_H=2560, K=8192,
+    memory_mib=512, dtype="float32", path="tiled", times=2, here=False,
 ):
     """Print one line of JSON per loss.
 
@@ -509,29 +403,23 @@ def main(
         losses: names, separated by commas.
         tokens: tokens of the text, on either side.
         V, W: vocabulary sizes of student and teacher.
-        H: hidden size of the student, or several, separated by commas.
-        teacher_H: of the teacher; 0: that of the student.
+        H, teacher_H: their hidden sizes.
         K: kept columns of projection_kl.
         memory_mib: MiB, of `tile_plan.plan_tiles`.
         dtype: of hidden states and heads.
         path: tiled, plain or compiled.
-        beside: some of these, separated by commas, to run in turn with it.
         times: number of rounds.
         here: measure in this process.
     """
-    beside = as_list(beside)
-    hidden_sizes = H if isinstance(H, tuple | list) else [H]
-    for name, hidden_size in itertools.product(as_list(losses), hidden_sizes):
-        sizes = Sizes(tokens, V, W, hidden_size, teacher_H or hidden_size, K, memory_mib)
+    sizes = Sizes(tokens, V, W, H, teacher_H, K, memory_mib)
+    measured = partial(measure, sizes=sizes, dtype=getattr(torch, dtype), path=path, times=times)
+    for name in as_list(losses):
         if here:
-            record = measure(name, sizes, getattr(torch, dtype), path, beside, times)
-            print(json.dumps(record), flush=True)
-            continue
-        # A process for every loss: the peak of a process never sinks.
-        flags = [f"--{key}={value}" for key, value in sizes._asdict().items()]
-        flags += [f"--path={path}", f"--beside={','.join(beside)}"]
-        flags += [f"--times={times}", f"--dtype={dtype}"]
-        subprocess.run([sys.executable, __file__, f"--losses={name}", "--here", *flags], check=True)
+            record = measured(name)
+        else:  # in a process of its own: the peak of a process never sinks
+            with multiprocessing.get_context("spawn").Pool(1) as pool:
+                record = pool.apply(measured, [name])
+        print(json.dumps(record), flush=True)
 
 
 if __name__ == "__main__":

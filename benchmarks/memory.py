@@ -12,7 +12,6 @@ numpy and numba hold is not counted.
 import gc
 import json
 import os
-import subprocess
 import sys
 import tempfile
 from pathlib import Path
@@ -24,14 +23,8 @@ SIZE = 4  # samples of a micro-batch
 
 # name: (ZeRO stage, bf16, further flags)
 LAYOUTS = {
-    "zero 0": (0, False, {}),
-    "zero 1": (1, False, {}),
-    "zero 2": (2, False, {}),
-    "zero 3": (3, False, {}),
-    "zero 0, bf16": (0, True, {}),
-    "zero 1, bf16": (1, True, {}),
-    "zero 2, bf16": (2, True, {}),
-    "zero 3, bf16": (3, True, {}),
+    **{f"zero {stage}": (stage, False, {}) for stage in range(4)},
+    **{f"zero {stage}, bf16": (stage, True, {}) for stage in range(4)},
     "zero 2, bf16, checkpointing": (2, True, {"activation_checkpointing": True}),
     "zero 3, bf16, sequence 2": (3, True, {"sequence_parallel": 2}),
     "zero 2, bf16, adapter": (2, True, {"lora_r": 16}),
@@ -62,17 +55,13 @@ def measure(flags):
     """
     from torch.profiler import ProfilerActivity, profile
 
-    from isogloss import build, distill
-    from isogloss.inputs import check_inputs, load_batches
-    from isogloss.job.launch import silence_libraries, start_distributed
+    from benchmarks.gpu_job import start_run
+    from isogloss import distill
+    from isogloss.inputs import load_batches
 
-    device = start_distributed()
-    silence_libraries()
     gc.collect()
     foreign = live_bytes()  # of jobs before
-    cfg = distill.Config(**flags)
-    inputs = check_inputs(cfg, device)
-    state = build.build_state(cfg, inputs, device)
+    cfg, device, inputs, state = start_run(flags)
     batches, _ = load_batches(cfg, inputs, state.engine, device, 0)
     num = state.engine.gradient_accumulation_steps()
     steps = [[next(batches) for _ in range(num)] for _ in range(2)]
@@ -133,54 +122,29 @@ def flags_of(name, base, folder, length):
         "num_workers": 0, "output_dir": str(folder / "run"), "loss_memory_mib": 16}
 
 
-def run_all(folder):
-    """Be a rank: measure every layout whose flags lie in a folder."""
-    import torch
-    import torch.distributed as dist
-
-    torch.set_num_threads(1)
-    results = {}
-    for name, flags in json.loads((folder / "flags.json").read_text()).items():
-        results[name] = measure(flags)
-        if dist.get_rank() == 0:
-            (folder / "results.json").write_text(json.dumps(results))
-
-
-def main(assets, hidden=512, layers=8, length=256, only="", folder=""):
-    """Print a table; with --folder be a rank of the jobs that it is made of."""
-    assets = Path(assets).resolve()
-    if folder:
-        return run_all(Path(folder))
+def main(assets, hidden=512, layers=8, length=256, only=""):
+    """Print a table."""
+    # of the ranks, which read them when they start
+    os.environ |= {"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
+    from benchmarks.gpu_job import on_ranks
     from isogloss.config import Config
     from isogloss.demo_report import markdown_table
     from isogloss.plan import plan
 
-    torchrun = Path(sys.executable).with_name("torchrun")
+    rows = [["layout", "state, MiB", "expected", "error", "peak, MiB", "expected", "error"]]
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
-        base = prepare(assets, folder, hidden, layers)
-        flags = {name: flags_of(name, base, folder, length) for name in LAYOUTS if only in name}
-        (folder / "flags.json").write_text(json.dumps(flags))
-        command = [torchrun, "--nproc_per_node=2", "--master_port=29527", __file__, assets,
-                   f"--folder={folder}"]
-        subprocess.run(command, check=True, stdout=subprocess.DEVNULL,
-                       env=os.environ | {"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"})
-        results = json.loads((folder / "results.json").read_text())
-        rows = [["layout", "state, MiB", "expected", "error", "peak, MiB", "expected", "error"]]
-        for name, measured in results.items():
-            expected = plan(Config(**flags[name]), num_ranks=2, on_gpu=False)
-            rows.append(table_row(name, measured, expected))
-        print(markdown_table(rows))
-
-
-def table_row(name, measured, expected):
-    """Return measured and expected MiB, and the error."""
-    cells = [name]
-    for kind in ("state", "peak"):
-        value = getattr(expected, kind)
-        cells += [f"{measured[kind] / 2**20:.0f}", f"{value / 2**20:.0f}",
-                  f"{value / measured[kind] - 1:+.1%}"]
-    return cells
+        base = prepare(Path(assets), folder, hidden, layers)
+        for name in (name for name in LAYOUTS if only in name):
+            flags = flags_of(name, base, folder, length)
+            measured = on_ranks(2, measure, flags)[0]
+            expected = plan(Config(**flags), num_ranks=2, on_gpu=False)
+            rows.append([name])
+            for kind in ("state", "peak"):
+                value = getattr(expected, kind)
+                rows[-1] += [f"{measured[kind] / 2**20:.0f}", f"{value / 2**20:.0f}",
+                             f"{value / measured[kind] - 1:+.1%}"]
+    print(markdown_table(rows))
 
 
 if __name__ == "__main__":

@@ -13,14 +13,12 @@ follows as a table.  In the step before, waits are counted; the profiler makes a
 import json
 import os
 import sys
-import time
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
-
 from isogloss.flags.parse import flag, tool
 
 LONGEST = 8  # gaps that are printed
@@ -54,32 +52,23 @@ class Watch:
         return self.profiled(arguments) if number == self.step else self.train_step(*arguments)
 
     def profiled(self, arguments):
-        from benchmarks.gpu_job import busy_and_gaps, gpu_spans, profiled, rounded
+        from benchmarks.gpu import rounded
+        from benchmarks.gpu_job import busy_figures, profiled
 
-        times = []
-
-        def step():
-            begin = time.perf_counter()
-            times.append(self.train_step(*arguments))
-            times.append(time.perf_counter() - begin)
-
-        profiler, seconds = profiled(step)
-        report = times[0]
+        reports = []
+        profiler, seconds = profiled(lambda: reports.append(self.train_step(*arguments)))
         tokens = sum(int(batch.counts.tokens) for batch in arguments[1])
         figures = {"step": self.step, "seconds": rounded(seconds),
                    "tokens_per_second": round(tokens / seconds)}
-        spans = gpu_spans(profiler)
-        if spans:
-            busy, gaps = busy_and_gaps(spans)
-            longest = [rounded(gap / 1e6) for gap in sorted(gaps)[-LONGEST:]]
-            figures |= {"busy_seconds": rounded(busy / 1e6), "kernels": len(spans),
-                        "longest_idle_seconds": longest, "waits": self.waits}
+        of_gpu = busy_figures(profiler, LONGEST)
+        if of_gpu["kernels"]:
+            figures |= of_gpu | {"waits": self.waits}
         if int(os.environ.get("RANK", 0)) == 0:
-            kind = "self_cuda_time_total" if spans else "self_cpu_time_total"
+            kind = "self_cuda_time_total" if of_gpu["kernels"] else "self_cpu_time_total"
             print(json.dumps(figures), flush=True)
             print(profiler.key_averages().table(sort_by=kind, row_limit=ROWS,
                                                 max_name_column_width=70), flush=True)
-        return report
+        return reports[0]
 
 
 def main(args, flags):
@@ -90,9 +79,7 @@ def main(args, flags):
 
 
 if __name__ == "__main__":
-    mine, flags = sys.argv, []
-    if "--" in sys.argv:
-        split = sys.argv.index("--")
-        mine, flags = sys.argv[:split], sys.argv[split + 1 :]
-    sys.argv = mine
+    split = sys.argv.index("--") if "--" in sys.argv else len(sys.argv)
+    flags = sys.argv[split + 1 :]
+    del sys.argv[split:]
     tool(Args, lambda args: main(args, flags))

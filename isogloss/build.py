@@ -25,12 +25,7 @@ from isogloss.job.transfers import Uploads
 from isogloss.job.watch import current_watch, ignore_stop_signals
 from isogloss.log import Waiting
 from isogloss.models.pretrained import load_config
-from isogloss.student.checks import (
-    check_logits,
-    check_packing,
-    check_sequence_shards,
-    check_side_by_side,
-)
+from isogloss.student import checks
 from isogloss.student.engine import (
     EngineRunner,
     StudentRunner,
@@ -45,17 +40,10 @@ from isogloss.student.pipeline import start_pipeline
 from isogloss.student.stages import probe_ids
 from isogloss.student.ulysses import ATTENTION, register_attention
 from isogloss.student.whole_student import WholeStudent
+from isogloss.teachers import remote
 from isogloss.teachers.ensemble import SilentTeacher, load_silent
 from isogloss.teachers.model import ModelSpec
 from isogloss.teachers.protocol import load_teacher
-from isogloss.teachers.remote import (
-    TENSORS_PER_RESPONSE,
-    RanksSpec,
-    TeacherClient,
-    client_roles,
-    client_size,
-    serve_requests,
-)
 from isogloss.writing.node_writer import NodeWriter
 from isogloss.writing.on_policy import Writer, check_writing
 
@@ -92,7 +80,7 @@ class TrainState:
     teachers: list
     vocab: int
     device: torch.device
-    client: TeacherClient | None = None
+    client: remote.TeacherClient | None = None
     sequence_group: SequenceGroup | None = None
     scales: dict = field(default_factory=dict)
     bad_steps: BadSteps = field(default_factory=BadSteps)
@@ -171,17 +159,17 @@ def prepare(state, inputs, roles, stack):
         stack.push(partial(shut_down, state.client))
     stack.callback(close_teachers, state)
     with fail_together():
-        check_logits(state, probe_ids(state.vocab).tolist())
+        checks.check_logits(state, probe_ids(state.vocab).tolist())
         if cfg.sequence_parallel > 1:
-            check_sequence_shards(state)
+            checks.check_sequence_shards(state)
         if cfg.pack:
-            check_packing(state)
+            checks.check_packing(state)
         writes = cfg.on_policy and not cfg.writer_command
         if inputs.tasks or cfg.eval_samples or writes:
             state.whole_student = WholeStudent(
                 state.engine, state.sequence_group, state.device, cfg.rollout_replica)
         if writes or cfg.eval_samples or (inputs.tasks and inputs.tasks.writes):
-            check_side_by_side(state)
+            checks.check_side_by_side(state)
         if cfg.eval_samples:
             state.samples = load_samples(cfg, inputs, state.whole_student)
         if cfg.on_policy:
@@ -263,17 +251,17 @@ def connect(state, roles):
         for setup in state.teachers:
             setup.source = SilentTeacher([])
         return
-    roles = client_roles(roles, state.cfg.pipeline_parallel)
+    roles = remote.client_roles(roles, state.cfg.pipeline_parallel)
     specs = specs_with_weights(state.teachers)
     # this step and the next one
     num_requests = 2 * state.engine.gradient_accumulation_steps() * len(specs)
-    tensors = max(TENSORS_PER_RESPONSE[spec.output] for spec in specs)
-    size = client_size(roles, state.cfg.sequence_parallel)
-    state.client = TeacherClient(roles, num_requests, state.device, size, tensors)
+    tensors = max(remote.TENSORS_PER_RESPONSE[spec.output] for spec in specs)
+    size = remote.client_size(roles, state.cfg.sequence_parallel)
+    state.client = remote.TeacherClient(roles, num_requests, state.device, size, tensors)
     numbers = itertools.count()
     for setup in state.teachers:
         setup.spec = setup.spec.with_models(
-            lambda spec: RanksSpec.of_model(spec, next(numbers), state.client))
+            lambda spec: remote.RanksSpec.of_model(spec, next(numbers), state.client))
         setup.source = load_teacher(setup.spec)
 
 
@@ -301,6 +289,6 @@ def serve_teachers(cfg, roles, device):
             teachers.append(load_teacher(ModelSpec(**plain, device=device)))
     current_watch().training = True
     ignore_stop_signals()  # the student takes a checkpoint first
-    roles = client_roles(roles, cfg.pipeline_parallel)
-    size = client_size(roles, cfg.sequence_parallel)
-    serve_requests(roles, teachers, size, from_hidden=cfg.tiled)
+    roles = remote.client_roles(roles, cfg.pipeline_parallel)
+    size = remote.client_size(roles, cfg.sequence_parallel)
+    remote.serve_requests(roles, teachers, size, from_hidden=cfg.tiled)

@@ -17,7 +17,7 @@ import shutil
 import sys
 import time
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from datetime import date
 from functools import partial
 from pathlib import Path
@@ -37,31 +37,12 @@ from isogloss.errors import DataError
 from isogloss.flags.model_names import read_model_name, without_secrets
 from isogloss.flags.parse import MISSING, check_flags, flag, parse_flags, shared
 from isogloss.inputs import load_text_encoder, open_rows
+from isogloss.job import launch
 from isogloss.job.files import check_shared, size_and_checksum
-from isogloss.job.launch import (
-    fail,
-    fail_alone,
-    fail_together,
-    join_store,
-    silence_libraries,
-    start_distributed,
-)
 from isogloss.job.rendezvous import TRAINING_TIMEOUT, set_timeout, values_of_ranks
 from isogloss.job.watch import end_together, end_with_launchers, signal_handlers_restored
 from isogloss.models.pretrained import load_config
-from isogloss.teachers.cache_files import (
-    FORMAT,
-    HEAD,
-    MANIFEST,
-    SERVED,
-    TEACHER,
-    Manifest,
-    bytes_per_position,
-    complete,
-    shard_name,
-    top_k_columns,
-    write_tensors,
-)
+from isogloss.teachers import cache_files
 from isogloss.teachers.cached import head_tensors, template_digest
 from isogloss.teachers.kept_tokens import byte_order, keep_tokens, uniform_numbers
 from isogloss.teachers.model import head_gives_own_logits, local_folder
@@ -154,11 +135,9 @@ class Args:
 
     def run_config(self):
         """Return the Config of a run with this teacher, which checks the flags that both have."""
-        names = ("teacher", "teacher_tokenizer", "teacher_timeout", "teacher_connections", "data",
-                 "split", "text_key", "completion_key", "prompt_key", "tools_key",
-                 "teacher_prompt_key", "template_kwargs", "chat_date", "txt_samples", "streaming",
-                 "temperature", "teacher_max_length", "teacher_dtype", "teacher_engine",
-                 "teacher_tp", "teacher_offload", "teacher_compile", "trust_remote_code")
+        names = {entry.name for entry in fields(Args)} & {entry.name for entry in fields(Config)}
+        # what is held out is opened by itself; the seed is of draws, not of samples
+        names -= {"eval_data", "eval_split", "seed", "local_rank"}
         shared = {name: getattr(self, name) for name in names}
         return Config(student=self.teacher_path, teacher_output="hidden" if self.hidden else "topk",
                       teacher_output_topk=self.top_k, **shared)
@@ -334,24 +313,24 @@ def plan(args, texts, encoder, config, dtype):
     positions = round(sum(lengths) / len(lengths) * num_texts)
     output = "hidden" if args.hidden else "topk"
     softened = args.temperature != 1
-    size = bytes_per_position(output, len(encoder.table), args.top_k, logp_bits=args.logp_bits,
-                              hidden_bytes=config.hidden_size * dtype.itemsize,
-                              softened=softened, sampled=args.sampled)
+    size = cache_files.bytes_per_position(
+        output, len(encoder.table), args.top_k, logp_bits=args.logp_bits,
+        hidden_bytes=config.hidden_size * dtype.itemsize, softened=softened, sampled=args.sampled)
     bytes_per_text = max(1, size * positions // num_texts)
     texts_per_shard = min(max(1, SHARD_BYTES // bytes_per_text), MOST_TEXTS)
     data = " and ".join(filter(None, [args.data, args.eval_data]))
-    manifest = Manifest(
+    manifest = cache_files.Manifest(
         teacher=without_secrets(args.teacher), weights=digest_of_weights(args),
         tokenizer=fingerprint(encoder.tokenizer), template=template_digest(encoder),
         vocab=len(encoder.table), max_length=encoder.max_length,
-        dtype=SERVED if is_address(args.teacher) else str(dtype).removeprefix("torch."),
+        dtype=cache_files.SERVED if is_address(args.teacher) else str(dtype).removeprefix("torch."),
         output=output,
         top_k=0 if args.hidden else min(args.top_k, len(encoder.table)),
         logp_bits=0 if args.hidden else args.logp_bits,
         temperature=1.0 if args.hidden else cfg.temperature, data=without_secrets(data),
         data_digest=surveyed.digest, holds_chats=texts.holds_chats, num_texts=num_texts,
         texts_per_shard=texts_per_shard, bytes_per_position=size, sampled=args.sampled,
-        seed=args.seed, date=args.chat_date, format=FORMAT)
+        seed=args.seed, date=args.chat_date, format=cache_files.FORMAT)
     return manifest, positions
 
 
@@ -363,13 +342,13 @@ def check_folder(folder, manifest):
     """
     if not folder.exists() or not any(folder.iterdir()):
         return None
-    if not (folder / MANIFEST).exists():
+    if not (folder / cache_files.MANIFEST).exists():
         strangers = [path.name for path in folder.iterdir() if not path.name.startswith(".")]
         if strangers:
             raise ValueError(f"--output {folder}: holds other files, as {strangers[0]}; name a new "
                              "directory")
         return None
-    other = Manifest.read("output", folder)
+    other = cache_files.Manifest.read("output", folder)
     difference = other.difference(manifest)
     if difference:
         raise ValueError(f"--output {folder}: a cache of another kind is there ({difference}); "
@@ -444,7 +423,7 @@ class ShardWriter:
         self.positions = 0
         self.order = None
         self.head = None
-        if manifest.output == "topk" and manifest.dtype != SERVED:
+        if manifest.output == "topk" and manifest.dtype != cache_files.SERVED:
             self.order = byte_order(texts.encoder.table).to(source.spec.device)
             self.head = source.head.columns(self.order.ids_W)
 
@@ -476,9 +455,10 @@ class ShardWriter:
     @torch.no_grad()
     def _read(self, arrays, keys):
         lengths = [len(array) - 1 for array in arrays]
-        if self.manifest.dtype == SERVED:
+        if self.manifest.dtype == cache_files.SERVED:
             scored = self.source.score(list(map(torch.from_numpy, arrays)))
-            columns = top_k_columns(scored, self.manifest.vocab, self.manifest.logp_bits)
+            columns = cache_files.top_k_columns(
+                scored, self.manifest.vocab, self.manifest.logp_bits)
         else:
             columns = self._run(arrays, keys, lengths)
         of_texts = [{} for _ in arrays]
@@ -522,7 +502,8 @@ class ShardWriter:
         if self.manifest.sampled:
             drawn = torch.cat([block.num_drawn_N for block in blocks])
         scored = ScoredLogits.joined([block.scored for block in blocks])
-        return top_k_columns(scored, self.manifest.vocab, self.manifest.logp_bits, plain, drawn)
+        return cache_files.top_k_columns(
+            scored, self.manifest.vocab, self.manifest.logp_bits, plain, drawn)
 
     def _save(self, number, keys, tokens, lengths, columns):
         starts = torch.tensor([0, *lengths]).cumsum(0)
@@ -533,14 +514,14 @@ class ShardWriter:
         present = [of_text for of_text in columns if of_text is not None]
         for name in present[0] if present else ():
             tensors[name] = torch.cat([of_text[name] for of_text in present])
-        write_tensors(self.folder / shard_name(number), tensors)
+        cache_files.write_tensors(self.folder / cache_files.shard_name(number), tensors)
 
 
 def write_shards(args, folder, manifest, texts, source):
     """Write all shards that are missing; replicas take turns."""
     # the first rank decides for all, because others may see its files later
     missing = [number for number in range(manifest.num_shards)
-               if not (folder / shard_name(number)).exists()]
+               if not (folder / cache_files.shard_name(number)).exists()]
     missing = values_of_ranks(missing)[0]
     rank = dist.get_rank()
     degree = 1 if source.takes_all_ranks else source.degree
@@ -566,8 +547,8 @@ def _first_date(folder):
     day = date.today().isoformat()
     # a folder that is no cache is refused later
     with suppress(OSError, ValueError):
-        if (Path(folder) / MANIFEST).exists():
-            day = Manifest.read("output", folder).date
+        if (Path(folder) / cache_files.MANIFEST).exists():
+            day = cache_files.Manifest.read("output", folder).date
     return values_of_ranks(day)[0]
 
 
@@ -605,7 +586,7 @@ def run(args, device):
     """Write a cache; all ranks take part."""
     folder = Path(args.output)
     is_first = dist.get_rank() == 0
-    with fail_together(what=f"inputs of {folder}"):
+    with launch.fail_together(what=f"inputs of {folder}"):
         texts, manifest, spec, positions = prepare(args, device)
         existing = check_folder(folder, manifest)
         if existing and is_whole(folder, existing):
@@ -615,22 +596,22 @@ def run(args, device):
         folder.mkdir(parents=True, exist_ok=True)
         check_space(folder, manifest, positions)
     with ExitStack() as stack:
-        with fail_together(what=f"folder of {folder}"):
+        with launch.fail_together(what=f"folder of {folder}"):
             if is_first:
                 stack.enter_context(locked(folder))
                 prepare_folder(folder, manifest, texts, args)
-        with fail_together(what=f"teacher of {folder}"):
+        with launch.fail_together(what=f"teacher of {folder}"):
             source = load_teacher(spec)
-            if manifest.dtype != SERVED:
+            if manifest.dtype != cache_files.SERVED:
                 check_head(source, texts)
             if manifest.output == "hidden" and is_first:
-                write_tensors(folder / HEAD, head_tensors(source.head))
+                cache_files.write_tensors(folder / cache_files.HEAD, head_tensors(source.head))
         set_timeout(TRAINING_TIMEOUT)
-        with fail_alone(DataError):  # of a stream, whose rows come now
+        with launch.fail_alone(DataError):  # of a stream, whose rows come now
             write_shards(args, folder, manifest, texts, source)
-        with fail_together(what=f"index of {folder}"):
+        with launch.fail_together(what=f"index of {folder}"):
             if is_first:
-                complete(folder, manifest, existing.files if existing else {})
+                cache_files.complete(folder, manifest, existing.files if existing else {})
 
 
 def is_whole(folder, manifest):
@@ -650,21 +631,21 @@ def prepare_folder(folder, manifest, texts, args):
     for path in folder.glob(".*.incomplete"):
         path.unlink()
     manifest.write(folder)
-    teacher = folder / TEACHER
+    teacher = folder / cache_files.TEACHER
     texts.encoder.tokenizer.save_pretrained(teacher)
     load_config("teacher", args.teacher_path, args.trust_remote_code).save_pretrained(teacher)
 
 
 def main(args):
     """Write a cache; wrong input ends every rank with one line."""
-    silence_libraries()
+    launch.silence_libraries()
     with signal_handlers_restored(), end_with_launchers():
         try:
-            join_store()
+            launch.join_store()
         except ValueError as error:
-            fail(str(error))
+            launch.fail(str(error))
         with end_together():
-            run(args, start_distributed())
+            run(args, launch.start_distributed())
 
 
 def cli(argv=None):
@@ -672,7 +653,7 @@ def cli(argv=None):
         args = parse_flags(Args, sys.argv[1:] if argv is None else argv,
                            aliases={"dtype": "teacher_dtype"})
     except ValueError as error:
-        fail(str(error))
+        launch.fail(str(error))
     main(args)
 
 

@@ -42,14 +42,7 @@ from isogloss.job.files import (
     write_atomically,
 )
 from isogloss.job.rendezvous import values_of_ranks
-from isogloss.models.adapters import (
-    adapter_of,
-    add_adapter,
-    is_adapter,
-    merged_weights,
-    student_adapter,
-    write_adapter,
-)
+from isogloss.models import adapters
 from isogloss.models.pretrained import load_config
 from isogloss.projection_tools.files import save_atomically
 from isogloss.projection_tools.tokenizers import load_tokenizer, reason_of
@@ -179,10 +172,10 @@ def export_model(engine, encoder, cfg):
     """
     error = None
     student = engine.module.model
-    adapter = adapter_of(student)
+    adapter = adapters.adapter_of(student)
     if adapter and not cfg.merge:
-        weights = engine.module.collect_weights(is_adapter)
-        save = partial(write_adapter, adapter, weights)
+        weights = engine.module.collect_weights(adapters.is_adapter)
+        save = partial(adapters.write_adapter, adapter, weights)
     else:
         weights = engine.module.collect_weights()
         save = partial(_save_whole, student, weights, cfg.trust_remote_code)
@@ -197,8 +190,8 @@ def export_model(engine, encoder, cfg):
 
 
 def _save_whole(student, weights, trust_remote_code, folder):
-    if adapter_of(student):
-        weights = merged_weights(student, weights)
+    if adapters.adapter_of(student):
+        weights = adapters.merged_weights(student, weights)
     student.config.use_cache = True  # training switched it off
     model = model_of_weights(student.config, weights, trust_remote_code)
     # the student's comes as a file; what a config says may be nothing that may be saved
@@ -316,10 +309,10 @@ def export_checkpoint(args):
     generation = load_generation("student", cfg.student, student.config, tokenizer)
     encoder = TextEncoder(tokenizer, table, sys.maxsize, template_kwargs(cfg), generation)
     weights = weights_of_checkpoint(checkpoint)
-    adapter = adapter_of(student)
+    adapter = adapters.adapter_of(student)
     if adapter:  # checkpoints hold no frozen weights, so there is nothing here to merge it into
-        of_adapter = {name: weights[name] for name in weights if is_adapter(name)}
-        save = partial(write_adapter, adapter, of_adapter)
+        of_adapter = {name: weights[name] for name in weights if adapters.is_adapter(name)}
+        save = partial(adapters.write_adapter, adapter, of_adapter)
     else:
         save = partial(_save_whole, student, weights, args.trust_remote_code)
     card = partial(write_card, folder=folder, step=step)
@@ -335,9 +328,9 @@ def empty_student(cfg, trust_remote_code):
     config = load_config("student", cfg.student, trust_remote_code)
     with torch.device("meta"):
         student = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
-    adapter = student_adapter(cfg)
+    adapter = adapters.student_adapter(cfg)
     if adapter:
-        add_adapter(f"lora_r {cfg.lora_r}", student, adapter)
+        adapters.add_adapter(f"lora_r {cfg.lora_r}", student, adapter)
     return student
 
 

@@ -32,31 +32,11 @@ from isogloss.config import (
     routes_by_teacher,
     template_kwargs,
 )
+from isogloss.data import open_data, order
 from isogloss.data.batch import Collator, PairOptions
 from isogloss.data.checks import check_column, has_text, lengths_of
 from isogloss.data.ends import load_generation, stop_ids
 from isogloss.data.long_texts import MOST_CHARACTERS, fits, leave_out_tail
-from isogloss.data.open_data import (
-    ROWS_TO_TRY,
-    column_names,
-    filled_columns,
-    first_rows,
-    holds_chats,
-    load_dataset,
-)
-from isogloss.data.order import (
-    ExampleReader,
-    HeldOutBatches,
-    MicroBatches,
-    ShuffledExamples,
-    StreamedExamples,
-    check_learned,
-    check_routes,
-    check_templates,
-    joined_rows,
-    sample_bounds,
-    split_dataset,
-)
 from isogloss.data.rollouts import SkippedPrompt, build_prompter
 from isogloss.data.sample import TextEncoder
 from isogloss.data.workers import Loader
@@ -70,13 +50,8 @@ from isogloss.job.layout import is_last_stage
 from isogloss.job.rendezvous import values_of_ranks
 from isogloss.job.watch import print_line
 from isogloss.log import check_logs
+from isogloss.models import pretrained
 from isogloss.models.adapters import student_adapter
-from isogloss.models.pretrained import (
-    check_language_model,
-    check_random,
-    check_weights,
-    load_config,
-)
 from isogloss.projection_tools.tokenizers import load_tokenizer
 from isogloss.student.ds_config import batch_sizes, read_ds_config, resolve_ds_config
 from isogloss.student.ds_engine import check_with_deepspeed
@@ -105,8 +80,8 @@ class RunData:
 
     train_data: datasets.Dataset
     held_out_data: datasets.Dataset | list
-    reader: ExampleReader
-    held_out_reader: ExampleReader
+    reader: order.ExampleReader
+    held_out_reader: order.ExampleReader
     first_row: int = 0
 
     def parts(self):
@@ -183,7 +158,7 @@ def check_inputs(cfg, device, roles=None):
 
 def steps_of_epochs(cfg, data, raw_ds_config):
     """Return after how many steps the samples have been read --epochs times, the last one whole."""
-    samples = len(sample_bounds(data.train_data, data.reader)) - 1
+    samples = len(order.sample_bounds(data.train_data, data.reader)) - 1
     batch = batch_sizes(raw_ds_config, num_readers(cfg), cfg.ds_config).train_batch_size
     return max(1, math.ceil(cfg.epochs * samples / batch - 1e-9))
 
@@ -252,7 +227,7 @@ def load_text_encoder(role, path, max_length, trust_remote_code=False, template_
     if looks_local and not os.path.isdir(os.path.expanduser(name)):
         raise ValueError(f"--{role} {path}: no such directory; expected a hub id or a local model "
                          "directory")
-    config = load_config(role, path, trust_remote_code).get_text_config()
+    config = pretrained.load_config(role, path, trust_remote_code).get_text_config()
     tokenizer, table = load_tokenizer(role, path, trust_remote_code)
     if role == "student" and table.eos < 0:
         raise ValueError(f"--student {path}: its tokenizer has no eos token, so the student could "
@@ -278,15 +253,11 @@ def with_common_ids(student, encoders):
 
     Of the control tokens beyond its lm_head one model may have rows for some that another has not.
     """
-    sizes = {}
-    prints = []
-    for encoder in (student, *encoders.values()):
-        prints.append(fingerprint(encoder.tokenizer))
-        size = len(encoder.table)
-        sizes[prints[-1]] = min(size, sizes.get(prints[-1], size))
+    whole = [student, *encoders.values()]
+    prints = [fingerprint(encoder.tokenizer) for encoder in whole]
     cut = []
-    for encoder, print_of_tokenizer in zip((student, *encoders.values()), prints):
-        size = sizes[print_of_tokenizer]
+    for encoder, own_print in zip(whole, prints):
+        size = min(len(other.table) for other, its in zip(whole, prints) if its == own_print)
         if size < len(encoder.table):
             encoder = replace(encoder, table=encoder.table.below(size))
         cut.append(encoder)
@@ -295,8 +266,8 @@ def with_common_ids(student, encoders):
 
 def check_student_class(path, trust_remote_code=False):
     """Raise a ValueError for a student that is no language model, or of which a part is none."""
-    config = load_config("student", path, trust_remote_code)
-    check_language_model("student", path, config)
+    config = pretrained.load_config("student", path, trust_remote_code)
+    pretrained.check_language_model("student", path, config)
     if reads_more_than_text(config):
         raise ValueError(
             f"--student {path}: {config.model_type} models read more than text, and what reads the "
@@ -343,10 +314,10 @@ def load_teacher_encoders(cfg, student, roles=None):
 def check_student_weights(cfg):
     """Check that the student's files hold the weights of its config."""
     if cfg.from_scratch:
-        check_random(cfg.student, cfg.trust_remote_code, cfg.attention)
+        pretrained.check_random(cfg.student, cfg.trust_remote_code, cfg.attention)
     else:
-        check_weights("student", cfg.student, cfg.trust_remote_code, student_adapter(cfg),
-                      attention=cfg.attention)
+        pretrained.check_weights("student", cfg.student, cfg.trust_remote_code,
+                                 student_adapter(cfg), attention=cfg.attention)
 
 
 def check_flash_attention(cfg, ds_config):
@@ -366,7 +337,7 @@ def check_flash_attention(cfg, ds_config):
             continue
         dtype = teacher_cfg.teacher_dtype
         if dtype == "auto":
-            config = load_config("teacher", teacher_cfg.teacher, cfg.trust_remote_code)
+            config = pretrained.load_config("teacher", teacher_cfg.teacher, cfg.trust_remote_code)
             dtype = str(config.dtype or torch.float32).removeprefix("torch.")
         if dtype == "float32":
             raise ValueError(f"{precision} --teacher {teacher_cfg.teacher} is in float32; use "
@@ -379,8 +350,8 @@ def load_data(cfg, student, encoders):
     if cfg.on_policy:
         check_prompts(cfg, train, reader, student)
     if not (cfg.eval_data or cfg.eval_split):
-        train, held_out = split_dataset(train, cfg.eval_rows, reader.text_key, cfg.data)
-        return RunData(train, joined_rows(held_out, reader), reader, reader, cfg.eval_rows)
+        train, held_out = order.split_dataset(train, cfg.eval_rows, reader.text_key, cfg.data)
+        return RunData(train, order.joined_rows(held_out, reader), reader, reader, cfg.eval_rows)
     try:
         rows, held_out_reader = open_rows(
             cfg, cfg.eval_data or cfg.data, cfg.eval_split or "train",
@@ -389,8 +360,8 @@ def load_data(cfg, student, encoders):
         line = str(error).replace("--data ", "--eval_data ")
         raise DataError(line.replace("--split ", "--eval_split ")) from None
     held_out = first_of_eval_data(cfg, rows, held_out_reader)
-    train, _ = split_dataset(train, 0, reader.text_key, cfg.data)
-    return RunData(train, joined_rows(held_out, held_out_reader), reader, held_out_reader)
+    train, _ = order.split_dataset(train, 0, reader.text_key, cfg.data)
+    return RunData(train, order.joined_rows(held_out, held_out_reader), reader, held_out_reader)
 
 
 def open_rows(cfg, source, split, encoders):
@@ -398,32 +369,33 @@ def open_rows(cfg, source, split, encoders):
     text_key = cfg.completion_key or cfg.text_key
     flags = "route_key", "weight_key"
     plain_keys = {getattr(cfg, flag): flag for flag in flags if getattr(cfg, flag)}
-    dataset = load_dataset(source, text_key, split, cfg.streaming, plain_keys=plain_keys,
-                           json_keys=(cfg.prompt_key,) if cfg.prompt_key else (),
-                           optional_keys=tuple(filter(None, [cfg.tools_key,
-                                                             cfg.teacher_prompt_key])),
-                           txt_samples=cfg.txt_samples)
-    columns = column_names(dataset)
+    dataset = open_data.load_dataset(source, text_key, split, cfg.streaming, plain_keys=plain_keys,
+                                     json_keys=(cfg.prompt_key,) if cfg.prompt_key else (),
+                                     optional_keys=tuple(filter(None, [cfg.tools_key,
+                                                                       cfg.teacher_prompt_key])),
+                                     txt_samples=cfg.txt_samples)
+    columns = open_data.column_names(dataset)
     if cfg.route_key:
         routes = []
         for of_teacher in routes_by_teacher(cfg).values():
             routes += of_teacher or []
-        check_routes(dataset, cfg.route_key, routes)
+        order.check_routes(dataset, cfg.route_key, routes)
     for flag in ("teacher_prompt_key", "prompt_key"):
         name = getattr(cfg, flag)
         if name and name not in columns:
             raise DataError(f"--{flag} {name}: no such column; it has {', '.join(columns)}")
     tools_key = cfg.tools_key if cfg.tools_key in columns else ""
-    reader = ExampleReader(text_key, cfg.route_key, source, cfg.prompt_key,
-                           bool(cfg.completion_key), tools_key, filled_columns(dataset),
-                           cfg.join_rows, holds_chats(dataset, text_key),
-                           cfg.teacher_prompt_key, cfg.drop_images, cfg.weight_key)
+    reader = order.ExampleReader(
+        text_key, cfg.route_key, source, cfg.prompt_key, bool(cfg.completion_key), tools_key,
+        open_data.filled_columns(dataset), cfg.join_rows, open_data.holds_chats(dataset, text_key),
+        cfg.teacher_prompt_key, cfg.drop_images, cfg.weight_key)
     if cfg.join_rows and reader.has_chats:
         raise ValueError(f"--join_rows {cfg.join_rows}: joins texts, and {text_key!r} of {source} "
                          "holds chats; leave it out")
     if cfg.prompt_key and not cfg.streaming:  # as `load_dataset` has checked the other column
         check_column(source, dataset, cfg.prompt_key)
-    for number, row in enumerate(first_rows(dataset, ROWS_TO_TRY, text_key, source)):
+    rows = open_data.first_rows(dataset, open_data.ROWS_TO_TRY, text_key, source)
+    for number, row in enumerate(rows):
         content = reader(row, number).content
         for encoder in encoders.values() if isinstance(content, str) else ():
             if len(encoder.tokenizer) > len(encoder.table):
@@ -436,9 +408,9 @@ def open_rows(cfg, source, split, encoders):
                 raise ValueError(f"{name}: its tokenizer has no chat template, and "
                                  f"{text_key!r} holds chats; set chat_template in "
                                  "tokenizer_config.json")
-        check_templates(dataset, reader, encoders.values())
+        order.check_templates(dataset, reader, encoders.values())
     if cfg.on_policy < 1:  # else rows are prompts
-        check_learned(dataset, reader, encoders[cfg.student], cfg.train_on)
+        order.check_learned(dataset, reader, encoders[cfg.student], cfg.train_on)
     return dataset, reader
 
 
@@ -461,7 +433,7 @@ def check_long_texts(cfg, dataset, reader, encoders):
 def first_of_eval_data(cfg, rows, reader):
     """Return the held-out rows of a data set of their own: the first --eval_rows, or all."""
     if cfg.streaming:
-        held_out = first_rows(rows, cfg.eval_rows, reader.text_key, reader.source)
+        held_out = open_data.first_rows(rows, cfg.eval_rows, reader.text_key, reader.source)
         has_any = any(row[reader.text_key] for row in held_out)
     else:
         size = min(cfg.eval_rows or len(rows), len(rows))
@@ -483,7 +455,7 @@ def check_prompts(cfg, dataset, reader, student):
                          f"{micro_batch_size}; choose another number, or leave out --streaming")
     prompter = build_prompter(cfg, student, 1)
     errors = []
-    rows = first_rows(dataset, PROMPTS_TO_TRY, reader.text_key, cfg.data)
+    rows = open_data.first_rows(dataset, PROMPTS_TO_TRY, reader.text_key, cfg.data)
     for number, row in enumerate(rows):
         try:
             prompter.prompt(reader(row, number), (number, 0))
@@ -512,9 +484,8 @@ def plan_teachers(cfg, student, encoders, device):
     setups = []
     for name, teacher_cfg in configs.items():
         spec = teacher_cfg.teacher_kind.of(teacher_cfg, encoders[name], device, student)
-        setup = TeacherSetup.of(
-            name, teacher_cfg, encoders[name], spec, student=student, device=device)
-        setups.append(setup)
+        setups.append(TeacherSetup.of(
+            name, teacher_cfg, encoders[name], spec, student=student, device=device))
     return setups
 
 
@@ -560,14 +531,15 @@ def load_batches(cfg, inputs, engine, device, start, *, place=None, asked_to_end
         prompter = build_prompter(cfg, inputs.student, samples_per_step(cfg, engine))
     data = inputs.data
     if cfg.streaming:
-        stream = StreamedExamples(data.train_data, data.reader, cfg.seed, data.first_row, place)
+        stream = order.StreamedExamples(
+            data.train_data, data.reader, cfg.seed, data.first_row, place)
     else:
-        stream = ShuffledExamples(data.train_data, data.reader, cfg.seed, data.first_row)
-    batches = MicroBatches(
+        stream = order.ShuffledExamples(data.train_data, data.reader, cfg.seed, data.first_row)
+    batches = order.MicroBatches(
         stream, collator, micro_batch_size, engine.gradient_accumulation_steps(), reader_rank,
         num_readers(cfg), start, prompter)
-    held_out = HeldOutBatches(data.held_out_data, data.held_out_reader, collator,
-                              micro_batch_size, reader_rank, num_readers(cfg))
+    held_out = order.HeldOutBatches(data.held_out_data, data.held_out_reader, collator,
+                                    micro_batch_size, reader_rank, num_readers(cfg))
     pinned = device.type == "cuda"
     training = Loader(batches, cfg.num_workers, asked_to_end, pinned)
     return iter(training), Loader(held_out, 0, pinned=pinned)

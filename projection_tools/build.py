@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass
 import numpy as np
 
 from isogloss.flags.parse import MISSING, OLD_NAMES, flag, shared, tool
-from isogloss.projection_tools.arrays import fill_empty
+from isogloss.projection_tools.arrays import fill_empty, pack
 from isogloss.projection_tools.cut import cut_rows
 from isogloss.projection_tools.exact import exact_pairs, pin_exact
 from isogloss.projection_tools.files import as_tables, cached, check_output, finish
@@ -56,7 +56,8 @@ def build_projection(pair, recipe=None, trust_remote_code=False):
     student, teacher = pair.tables
     if pair.fingerprints[0] == pair.fingerprints[1]:
         # One tokenizer: every token stands for itself, even one that no text is cut into.
-        return _identity(len(student), recipe.top_k)
+        every = np.arange(len(student))
+        return pack(every, every, np.ones(len(student)), len(student), recipe.top_k)
 
     # A threshold looks at all pieces, so none may be cut off before it.
     slots = max(recipe.top_k, recipe.max_pieces) if recipe.threshold else recipe.top_k
@@ -71,14 +72,6 @@ def build_projection(pair, recipe=None, trust_remote_code=False):
         embed = Embedder(recipe.embedding_model, trust_remote_code=trust_remote_code)
         projection = fill_empty(projection, similar_rows(pair, embed, recipe.top_k))
     return cut_rows(projection, recipe.top_k, recipe.threshold)
-
-
-def _identity(V, K):
-    indices = np.full((V, K), -1, np.int64)
-    indices[:, 0] = np.arange(V)
-    likelihoods = np.zeros((V, K))
-    likelihoods[:, 0] = 1
-    return indices, likelihoods
 
 
 def cached_projection(pair, recipe=None, directory=None):

@@ -42,7 +42,7 @@ def cached_translation(pair, directory=None):
     return cached(name, lambda: build_translation(pair), directory)
 
 
-def statistics(tables, pair):
+def statistics(tables):
     """Return {what: number} of the tables of `build_translation`."""
     num_cells = tables["num_cells"]
     of_cell = torch.bincount(tables["cell_V"].long(), minlength=num_cells + 1)[:num_cells]
@@ -72,7 +72,7 @@ def main(args):
     if args.output:
         save_atomically(tables, args.output)
         print(f"{args.output}:")
-    for name, value in statistics(tables, pair).items():
+    for name, value in statistics(tables).items():
         print(f"  {name}: {value}")
 
 

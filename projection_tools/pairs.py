@@ -21,9 +21,9 @@ from pathlib import Path
 import numpy as np
 
 from isogloss.align import align
-from isogloss.flags.parse import MISSING, OLD_NAMES, flag, tool
+from isogloss.flags.parse import MISSING, OLD_NAMES, flag, shared, tool
 from isogloss.projection_tools.cells import cached_translation, statistics
-from isogloss.projection_tools.tokenizers import Pair
+from isogloss.projection_tools.tokenizers import Pair, PairArgs
 
 PAGE = 2000  # characters that are read at a time
 
@@ -35,8 +35,7 @@ class Args:
     tokenizers: str = flag(MISSING, "hub ids or directories, two or more, with commas.")
     texts: str = flag(MISSING, "as english=FILE, files of text in UTF-8, with commas.")
     pages: int = flag(50, "pieces of 2,000 characters that are read of each text.", low=1)
-    trust_remote_code: bool = flag(
-        False, "run the Python code that comes with a model, which can do anything.")
+    trust_remote_code: bool = shared(PairArgs, "trust_remote_code")
 
 
 def shares(texts, pair, tables):
@@ -103,7 +102,7 @@ def main(args):
     for student, teacher in permutations(names, 2):
         pair = Pair.load(student, teacher, args.trust_remote_code)
         tables = cached_translation(pair)
-        facts = statistics(tables, pair)
+        facts = statistics(tables)
         a_cell = facts["student tokens with a cell"] / max(facts["cells"], 1)
         cells = []
         for pieces in texts.values():

@@ -92,6 +92,14 @@ def tables(tokenizers):
     return tuple(TokenTable.from_tokenizer(t) for t in tokenizers)
 
 
+@pytest.fixture(scope="session")
+def pair(tokenizers, tables):
+    """The Pair of both tokenizers."""
+    from isogloss.projection_tools.tokenizers import Pair
+
+    return Pair.of(*tokenizers, tables=tables)
+
+
 @pytest.fixture
 def encoders(tokenizers, tables):
     """(student, teacher) as TextEncoders with room for every text."""

@@ -145,20 +145,25 @@ def start_layout(flags, layout, **ds_flags):
     return job_for(flags | {"ds_config": config} | layout.flags)
 
 
-def keep_gradients(engine):
-    """Return a dict that every optimizer step fills with the whole averaged gradients."""
+def keep_gradients(engine, stepper=None):
+    """Return a dict that every optimizer step fills with the whole averaged gradients.
+
+    Args:
+        stepper: whose `step` the job calls; None: the engine's.
+    """
     from deepspeed.utils import safe_get_full_grad
 
     gradients = {}
-    take_step = engine.step
+    stepper = stepper or engine
+    take_step = stepper.step
 
-    def step():
+    def step(*args, **options):
         if engine.is_gradient_accumulation_boundary():
             for name, parameter in engine.module.model.named_parameters():
                 gradients[name] = safe_get_full_grad(parameter).clone()
-        take_step()
+        return take_step(*args, **options)
 
-    engine.step = step
+    stepper.step = step
     return gradients
 
 

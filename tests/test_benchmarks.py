@@ -195,11 +195,12 @@ def test_compiled_divergences_are_compared_with_float64(monkeypatch):
 def test_whole_jobs_are_checked_and_profiled(tmp_path):
     """Of what a GPU shows there is nothing on a CPU, but the jobs run, and their errors arrive."""
     gpu_job.prepare(tmp_path)
-    for function, key in (("waits_between_steps", "loss"), ("timed_steps", "step_seconds")):
+    for function, key in ((gpu_job.waits_between_steps, "loss"),
+                          (gpu_job.timed_steps, "step_seconds")):
         [figures] = gpu_job.on_ranks(1, function, str(tmp_path))
         assert figures[key] > 0
-    with pytest.raises(RuntimeError, match="no_such_function"):
-        gpu_job.on_ranks(1, "no_such_function")
+    with pytest.raises(RuntimeError, match="no_such_folder"):
+        gpu_job.on_ranks(1, gpu_job.step_gradients, "no_such_folder")
     flags = [f"--student={tmp_path / 'student'}", f"--teacher={tmp_path / 'teacher'}",
              f"--data={tmp_path / 'corpus.jsonl'}", "--learning_rate=1e-4", "--steps=3",
              "--max_length=64", "--num_workers=0", f"--output_dir={tmp_path / 'run'}"]

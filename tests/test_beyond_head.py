@@ -8,14 +8,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import ranks
 from isogloss.align import Located, TokenTable
+from isogloss.data import rollouts
 from isogloss.data.chat import render
-from isogloss.data.rollouts import (
-    Rollout,
-    RolloutPrompt,
-    is_canonical,
-    pair_rollout,
-    student_reading,
-)
 from isogloss.data.sample import TextEncoder, TokenBeyondHead
 from isogloss.evaluation.task_model import TaskEncoder
 from isogloss.projection_tools.tokenizers import load_tokenizer
@@ -104,12 +98,12 @@ def test_a_chat_that_holds_one_is_refused_and_what_the_student_writes_is_not(fol
     nowhere = np.zeros(0, np.int64)
     for of_chat in (None, messages[:1]):
         located = Located(nowhere, nowhere, nowhere)
-        prompt = RolloutPrompt((0, 0), nowhere, "", located, of_chat, 9, taught=of_chat)
-        assert not is_canonical(prompt, ids, text, encoders[0])
-        rollout = Rollout(prompt, ids, np.zeros(len(ids), np.float32), 0.0, ended=False,
-                          text=text, repeated=0.0, is_canonical=False)
-        student = student_reading(rollout, encoders[0])
-        assert pair_rollout(rollout, student, encoders).skipped
+        prompt = rollouts.RolloutPrompt((0, 0), nowhere, "", located, of_chat, 9, taught=of_chat)
+        assert not rollouts.is_canonical(prompt, ids, text, encoders[0])
+        rollout = rollouts.Rollout(prompt, ids, np.zeros(len(ids), np.float32), 0.0, ended=False,
+                                   text=text, repeated=0.0, is_canonical=False)
+        student = rollouts.student_reading(rollout, encoders[0])
+        assert rollouts.pair_rollout(rollout, student, encoders).skipped
 
 
 RUNS = {"piece_kl": ["--eval_rows=4"], "projection_kl": ["--loss=projection_kl"],

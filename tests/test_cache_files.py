@@ -10,16 +10,7 @@ from safetensors.torch import save
 
 from isogloss.data.batch_types import text_key
 from isogloss.errors import DataError
-from isogloss.teachers.cache_files import (
-    bytes_per_position,
-    pack_ids,
-    pack_logp,
-    scored_logits,
-    top_k_columns,
-    unpack_ids,
-    unpack_logp,
-    write_tensors,
-)
+from isogloss.teachers import cache_files
 from isogloss.teachers.model import truncate
 
 
@@ -29,14 +20,14 @@ def test_ids_come_back_whatever_the_vocabulary(vocab, top_k):
     generator = torch.Generator().manual_seed(vocab)
     ids = torch.randint(vocab, (9, top_k), generator=generator, dtype=torch.int32)
     ids[0, 0] = vocab - 1
-    packed = pack_ids(ids, vocab)
-    assert torch.equal(unpack_ids(packed["low"], packed["high"]), ids)
+    packed = cache_files.pack_ids(ids, vocab)
+    assert torch.equal(cache_files.unpack_ids(packed["low"], packed["high"]), ids)
 
 
 def test_log_probabilities_are_off_by_half_a_step_at_most():
     logp = -torch.rand(50, 8, generator=torch.Generator().manual_seed(0)) * 40
     logp[0, :3] = torch.tensor([0.0, -63.0, -math.inf])
-    back = unpack_logp(pack_logp(logp))
+    back = cache_files.unpack_logp(cache_files.pack_logp(logp))
     assert (back - logp.clamp(min=-63.9)).abs().max() <= 0.15  # the end of the scale
     finite = logp > -60
     assert (back - logp)[finite].abs().max() <= 1 / 2048 + 1e-6
@@ -56,18 +47,18 @@ def test_the_stated_bytes_are_those_of_the_file_and_labels_come_back(
     scored, labels = scored_rows(vocab, top_k, temperature)
     plain = None if temperature == 1 else torch.zeros(6)
     for drawn in (None, torch.zeros(6)):
-        columns = top_k_columns(scored, vocab, logp_bits, plain, drawn)
+        columns = cache_files.top_k_columns(scored, vocab, logp_bits, plain, drawn)
         # of the label nothing is rounded, however it is stored
-        back = scored_logits(columns, labels, vocab)
+        back = cache_files.scored_logits(columns, labels, vocab)
         assert torch.equal(back.logits.logp_TK[:, -1], scored.scores.logp_T)
         size = sum(tensor.nbytes for tensor in columns.values()) / 6 + 4  # an id
-        assert size == bytes_per_position(
+        assert size == cache_files.bytes_per_position(
             "topk", vocab, top_k, logp_bits=logp_bits, hidden_bytes=0,
             softened=temperature != 1, sampled=drawn is not None)
         if top_k == 256:
             assert size <= 1200
     hidden = torch.zeros(6, 8, dtype=torch.bfloat16)
-    assert hidden.nbytes / 6 + 4 == bytes_per_position("hidden", vocab, hidden_bytes=16)
+    assert hidden.nbytes / 6 + 4 == cache_files.bytes_per_position("hidden", vocab, hidden_bytes=16)
     assert save(columns)
 
 
@@ -85,9 +76,9 @@ def test_a_shard_that_a_disk_has_no_room_for_is_named_and_takes_none(tmp_path):
     resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limits[1]))
     try:
         with pytest.raises(DataError, match=r"shard-00000.*cannot be written .*File too large"):
-            write_tensors(path, {"logp": torch.zeros(1000)})
+            cache_files.write_tensors(path, {"logp": torch.zeros(1000)})
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert not list(tmp_path.iterdir())
-    write_tensors(path, {"logp": torch.zeros(1000)})
+    cache_files.write_tensors(path, {"logp": torch.zeros(1000)})
     assert path.exists()

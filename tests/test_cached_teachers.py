@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
+import jobs
 import ranks
 from isogloss import cache
 from isogloss.config import Config
@@ -27,15 +28,6 @@ from isogloss.teachers.cached import CachedTeacher
 from isogloss.teachers.kept_tokens import byte_order, estimated, keep_tokens, uniform_numbers
 from isogloss.teachers.model import load_replicated
 from isogloss.teachers.text_scores import batch_texts
-from jobs import (
-    check_refusals,
-    check_same_curve,
-    ds_config,
-    losses_of,
-    run_all,
-    run_and_listen,
-    write_corpus,
-)
 from steps import uneven_samples
 from test_checkpoint import cut, flip
 
@@ -51,7 +43,7 @@ def write(argv_list, shard_bytes=None, die_at=None):
     if shard_bytes:
         cache.SHARD_BYTES = shard_bytes
     if die_at is not None:
-        write_tensors = cache.write_tensors
+        write_tensors = cache.cache_files.write_tensors
 
         def write_half(path, tensors):
             if path.name == cache_files.shard_name(die_at):
@@ -59,7 +51,7 @@ def write(argv_list, shard_bytes=None, die_at=None):
                 os.kill(os.getpid(), signal.SIGKILL)
             write_tensors(path, tensors)
 
-        cache.write_tensors = write_half
+        cache.cache_files.write_tensors = write_half
     with end_together():
         for argv in argv_list:
             cache.run(parse_flags(cache.Args, argv), device)
@@ -79,8 +71,8 @@ def data(texts, tmp_path_factory):
     """Return the flags of the data: a corpus, and the samples of steps.py."""
     folder = tmp_path_factory.mktemp("data")
     samples = [text for text in uneven_samples(texts) if text is not None]
-    return [f"--data={write_corpus(folder, texts, 20)}",
-            f"--eval_data={write_corpus(folder, samples, len(samples))}"]
+    return [f"--data={jobs.write_corpus(folder, texts, 20)}",
+            f"--eval_data={jobs.write_corpus(folder, samples, len(samples))}"]
 
 
 @pytest.fixture(scope="module")
@@ -161,7 +153,7 @@ def end_of_changed_data(argv, path, change):
 @pytest.mark.parametrize("change, complaint", [
     ("letters", "the data was another one"), ("length", "the stream had 5 rows, and ends before")])
 def test_a_stream_that_changes_is_no_cache(change, complaint, models, texts, tmp_path):
-    path = Path(write_corpus(tmp_path, texts, 5))
+    path = Path(jobs.write_corpus(tmp_path, texts, 5))
     argv = [f"--teacher={models[1]}", f"--data={path}", f"--output={tmp_path / 'cache'}",
             "--streaming", "--top_k=5"]
     [line] = ranks.run(1, end_of_changed_data, argv, path, change)
@@ -173,20 +165,21 @@ def test_caches_beside_teachers_on_ranks_of_their_own(models, data, caches, tmp_
     """One is read by the student's ranks, the other is asked; alone and as members of a mean."""
     live = {"model": str(models[1]), "name": "live"}
     cached = {"cache": str(caches["all"]), "weight": 2}
-    argv = [f"--student={models[0]}", data[0], f"--ds_config={ds_config(tmp_path / 'd', 2, 2, 2)}",
-            "--steps=3", "--max_length=60", "--eval_rows=2", "--eval_every=2",
+    ds_config = jobs.ds_config(tmp_path / "d", 2, 2, 2)
+    argv = [f"--student={models[0]}", data[0], f"--ds_config={ds_config}", "--steps=3",
+            "--max_length=60", "--eval_rows=2", "--eval_every=2",
             f"--teachers={json.dumps([cached, live])}"]
     for weights in ("fixed", "mean_p"):
         curves = []
         for num_ranks, flags in ((1, []), (2, ["--teacher_ranks=1"])):
             output = tmp_path / f"{weights}{num_ranks}"
-            run_all(num_ranks, [*argv, *flags, f"--teacher_weights={weights}",
-                                f"--output_dir={output}"])
-            curves.append(losses_of(output))
-        check_same_curve(*curves, 1e-4, 1e-6, weights)
+            jobs.run_all(num_ranks, [*argv, *flags, f"--teacher_weights={weights}",
+                                     f"--output_dir={output}"])
+            curves.append(jobs.losses_of(output))
+        jobs.check_same_curve(*curves, 1e-4, 1e-6, weights)
     alone = [*argv[:-1], f"--teacher_cache={caches['20']}", "--teacher_ranks=1",
              f"--output_dir={tmp_path / 'none'}"]
-    line = "".join(said for _, said in ranks.run(2, run_and_listen, alone))
+    line = "".join(said for _, said in ranks.run(2, jobs.run_and_listen, alone))
     assert "a cache needs no ranks" in line
 
 
@@ -332,7 +325,7 @@ def damaged(caches, folder):
 
 
 def test_what_does_not_fit_ends_with_one_line(models, untied, texts, data, caches, tmp_path):
-    other_data = write_corpus(tmp_path, [text + "!" for text in texts[:5]], 5)
+    other_data = jobs.write_corpus(tmp_path, [text + "!" for text in texts[:5]], 5)
     cache_of = {kind: str(folder) for kind, folder in caches.items()}
     cases = damaged(caches, tmp_path) + [
         ({}, "nothing is wrong"),
@@ -362,8 +355,8 @@ def test_what_does_not_fit_ends_with_one_line(models, untied, texts, data, cache
     ]
     flags = dict(student=str(models[0]), data=data[0].partition("=")[2], eval_rows=3,
                  max_length=250, output_dir=str(tmp_path / "run"), teacher_cache=cache_of["hidden"],
-                 ds_config=ds_config(tmp_path / "ds.json", 0, 1, 1))
-    check_refusals(flags, cases)
+                 ds_config=jobs.ds_config(tmp_path / "ds.json", 0, 1, 1))
+    jobs.check_refusals(flags, cases)
 
 
 def end_beside_another(argv, folder):

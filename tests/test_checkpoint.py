@@ -17,12 +17,6 @@ import torch.distributed as dist
 import ranks
 from isogloss import distill
 from isogloss.checkpoints import checkpoint
-from isogloss.checkpoints.checkpoint import (
-    agree_on_start,
-    find_checkpoint,
-    load_checkpoint,
-    save_checkpoint,
-)
 from isogloss.job import files
 from isogloss.job.launch import start_distributed
 from jobs import ds_config, job_for, losses_of, run_distill, short_run
@@ -60,14 +54,15 @@ def found(choice, folder):
     """Return (name of the checkpoint or the error, what this rank wrote to stderr)."""
     with redirect_stderr(StringIO()) as stderr:
         try:
-            name = find_checkpoint(choice, folder, {}).name
+            name = checkpoint.find_checkpoint(choice, folder, {}).name
         except ValueError as error:
             name = str(error)
     return name, stderr.getvalue()
 
 
 def save(folder, step, keep=2, engine=None):
-    save_checkpoint(engine or Files(), folder, step, identity={}, layout={}, keep=keep, state={})
+    checkpoint.save_checkpoint(
+        engine or Files(), folder, step, identity={}, layout={}, keep=keep, state={})
 
 
 def found_after_damage(folder):
@@ -141,7 +136,8 @@ def kept_in_trouble(folder):
         kept[keep] = []
         for step in (1, 2, 3, 4, 2, 3):  # a run that went back
             save(folder / str(keep), step, keep)
-            assert find_checkpoint("auto", folder / str(keep), {}).name == f"step_000000{step}"
+            found = checkpoint.find_checkpoint("auto", folder / str(keep), {})
+            assert found.name == f"step_000000{step}"
             steps = [int(path.name[-1]) for path in (folder / str(keep)).iterdir()]
             kept[keep].append(sorted(steps))
     return kept
@@ -187,7 +183,7 @@ def load_poisoned(folder, flags):
         state, inputs = job_for(values | {
             "ds_config": configs[stage], "resume": str(clean),
             "output_dir": str(folder / "other")})
-        load_checkpoint(state.engine, clean, inputs.convert)
+        checkpoint.load_checkpoint(state.engine, clean, inputs.convert)
         for path in sorted(clean.glob("*.pt")):
             if inputs.convert and path.name.startswith("random"):
                 continue  # not read in another layout
@@ -196,7 +192,7 @@ def load_poisoned(folder, flags):
             shutil.copytree(clean, copy)
             poison(copy, path.name, folder / "marker")
             try:
-                load_checkpoint(state.engine, copy, inputs.convert)
+                checkpoint.load_checkpoint(state.engine, copy, inputs.convert)
                 answers.append(((saved, stage), path.name, ""))
             except ValueError as error:
                 answers.append(((saved, stage), path.name, str(error)))
@@ -271,12 +267,12 @@ def on_two_nodes(folder, flags):
 def start_apart(folder):
     """Let both ranks start from checkpoints of one name and other content."""
     start_distributed()
-    checkpoint = Path(folder) / f"node{dist.get_rank()}" / "step_0000001"
-    checkpoint.mkdir(parents=True)
-    (checkpoint / "position.json").write_text(json.dumps({"written": dist.get_rank()}))
-    agree_on_start(None)
+    step = Path(folder) / f"node{dist.get_rank()}" / "step_0000001"
+    step.mkdir(parents=True)
+    (step / "position.json").write_text(json.dumps({"written": dist.get_rank()}))
+    checkpoint.agree_on_start(None)
     try:
-        agree_on_start(checkpoint)
+        checkpoint.agree_on_start(step)
     except ValueError as error:
         return str(error)
 

@@ -9,18 +9,10 @@ from pathlib import Path
 
 import pytest
 
+import jobs
 import ranks
 from conftest import ROOT, asset
 from isogloss.job.ipc import is_running
-from jobs import (
-    check_same_curve,
-    ds_config,
-    losses_of,
-    run_all,
-    run_distill,
-    run_with_output,
-    short_run,
-)
 from launched import no_trouble, rank_with_trouble, wait_until
 
 
@@ -32,7 +24,7 @@ def test_real_models(tmp_path):
     # gently, because both have seen such stories
     optimizer = {"type": "AdamW", "params": {"lr": 1e-4, "torch_adam": True}}
     monitor = {"enabled": True, "output_path": str(tmp_path), "job_name": "monitor"}
-    config = ds_config(tmp_path / "ds.json", 2, 4, 1, optimizer=optimizer, csv_monitor=monitor)
+    config = jobs.ds_config(tmp_path / "ds.json", 2, 4, 1, optimizer=optimizer, csv_monitor=monitor)
     flags = [
         "--eval_samples=3", "--prompt_tokens=6", "--rollout_tokens=12",
         f"--student={asset('models', 'stories260K')}",
@@ -40,10 +32,10 @@ def test_real_models(tmp_path):
         f"--data={asset('text', 'tinystories_1000.json')}",
         f"--ds_config={config}", "--steps=8", "--eval_rows=8", "--max_length=128",
         f"--output_dir={tmp_path}", f"--export={tmp_path / 'student'}"]
-    assert ranks.run(2, run_with_output, flags, str(tmp_path / "output")) == [[0]] * 2
+    assert ranks.run(2, jobs.run_with_output, flags, str(tmp_path / "output")) == [[0]] * 2
     message = (tmp_path / "output0").read_text()
     assert "piece_kl: 100%" in message and "kd=" in message and "tok/s=" in message
-    first, *steps, last = losses_of(tmp_path, start=-1)
+    first, *steps, last = jobs.losses_of(tmp_path, start=-1)
     assert [line["step"] for line in (first, *steps, last)] == [0, *range(1, 9), 8]
     assert last["eval/kd"] < first["eval/kd"]
     assert first["eval/teacher_bits_per_byte"] < last["eval/student_bits_per_byte"] < 3
@@ -81,7 +73,8 @@ def test_a_killed_rank_ends_the_job_with_a_line_that_names_it(
         models, texts, tmp_path, flag, name, at_once):
     """A shard of the teacher dies in mid-step; nothing but the other rank watches it."""
     output = tmp_path / "run"
-    flags = short_run(models, texts, tmp_path, flag, "--save_every=1", f"--output_dir={output}")
+    flags = jobs.short_run(
+        models, texts, tmp_path, flag, "--save_every=1", f"--output_dir={output}")
     group = ranks.start(2, rank_with_trouble, [*flags, "--steps=100000"], tmp_path, no_trouble)
     (other, _), (victim, _) = group
     wait_until(lambda: (output / "checkpoints" / "step_0000003").exists() or other.exitcode)
@@ -95,15 +88,16 @@ def test_a_killed_rank_ends_the_job_with_a_line_that_names_it(
     assert other.exitcode not in (0, None)
     message = (tmp_path / "stderr0").read_text()
     assert f"distill.py: {name} (process {victim.pid}) ended in mid-step" in message, message
-    reached = losses_of(output)[-1]["step"]
-    run_all(2, [*flags, f"--steps={reached + 2}"])
-    assert losses_of(output)[-1]["step"] == reached + 2
+    reached = jobs.losses_of(output)[-1]["step"]
+    jobs.run_all(2, [*flags, f"--steps={reached + 2}"])
+    assert jobs.losses_of(output)[-1]["step"] == reached + 2
 
 
 @pytest.mark.slow
 def test_epochs_say_how_many_steps_there_are(models, texts, tmp_path):
     """18 rows to train on, once and a half, 4 a step; a resumed run takes those that are left."""
-    common = short_run(models, texts, tmp_path, "--epochs=1.5", "--eval_rows=2", "--num_workers=0")
+    common = jobs.short_run(
+        models, texts, tmp_path, "--epochs=1.5", "--eval_rows=2", "--num_workers=0")
     flags = [*common, "--save_every=3", "--keep_checkpoints=9", f"--output_dir={tmp_path / 'run'}"]
     # within the first epoch, and within the second
     middles = {3: tmp_path / "from 3", 6: tmp_path / "from 6"}
@@ -112,11 +106,11 @@ def test_epochs_say_how_many_steps_there_are(models, texts, tmp_path):
         saved = tmp_path / "run" / "checkpoints" / f"step_{step:07d}"
         resumed.append([*common, f"--resume={saved}", f"--output_dir={output}"])
     runs = [flags, flags, [*flags, "--steps=9"], [*flags, "--steps=1000"], [*flags, "--streaming"]]
-    assert ranks.run(2, run_distill, [*runs, *resumed]) == [[0, 0, 2, 2, 2, 0, 0]] * 2
-    lines = [line for line in losses_of(tmp_path / "run") if "loss" in line]
+    assert ranks.run(2, jobs.run_distill, [*runs, *resumed]) == [[0, 0, 2, 2, 2, 0, 0]] * 2
+    lines = [line for line in jobs.losses_of(tmp_path / "run") if "loss" in line]
     assert [line["step"] for line in lines] == list(range(1, 8))
     for step, output in middles.items():
-        assert [line for line in losses_of(output) if "loss" in line] == lines[step:]
+        assert [line for line in jobs.losses_of(output) if "loss" in line] == lines[step:]
 
 
 BROKEN = """
@@ -130,8 +124,8 @@ distill.cli()
 @pytest.mark.slow
 def test_an_error_in_a_step_ends_the_process(models, texts, tmp_path):
     """Although its data worker ignores the signal that Python ends workers with."""
-    flags = short_run(models, texts, tmp_path, "--steps=9", "--num_workers=1", "--eval_every=0",
-                      f"--output_dir={tmp_path / 'run'}", stage=0)
+    flags = jobs.short_run(models, texts, tmp_path, "--steps=9", "--num_workers=1",
+                           "--eval_every=0", f"--output_dir={tmp_path / 'run'}", stage=0)
     environment = dict(os.environ, RANK="0", LOCAL_RANK="0", WORLD_SIZE="1",
                        MASTER_ADDR="127.0.0.1", MASTER_PORT=str(ranks.free_port()))
     command = [sys.executable, "-c", BROKEN, *flags]
@@ -157,11 +151,13 @@ def by_torchrun(argv):
 @pytest.mark.slow
 def test_two_nodes(models, texts, tmp_path):
     """Two launches of two ranks are one job; it learns what its student learns on one node."""
-    flags = short_run(models, texts, tmp_path, "--steps=3", "--eval_rows=4", micro_batch_size=1)
+    flags = jobs.short_run(
+        models, texts, tmp_path, "--steps=3", "--eval_rows=4", micro_batch_size=1)
     by_torchrun([*flags, "--teacher_ranks=1", f"--output_dir={tmp_path / 'nodes'}"])
-    run_all(2, [*flags, f"--output_dir={tmp_path / 'one'}"])
+    jobs.run_all(2, [*flags, f"--output_dir={tmp_path / 'one'}"])
     # fractions such as eval/joined_mass are sums of probabilities, near 0 with their error
-    check_same_curve(losses_of(tmp_path / "one", -1), losses_of(tmp_path / "nodes", -1), 1e-5, 1e-6)
+    curves = [jobs.losses_of(tmp_path / name, -1) for name in ("one", "nodes")]
+    jobs.check_same_curve(*curves, 1e-5, 1e-6)
 
 
 def test_utilization_where_the_peak_is_known():

@@ -11,17 +11,6 @@ import torch
 from conftest import asset
 from isogloss.evaluation import code_tasks, sandbox
 from isogloss.evaluation.code_runner import Digest, Unknown, decode, digest, encode, encode_output
-from isogloss.evaluation.code_tasks import (
-    CodeItem,
-    CodeJudge,
-    are_floats,
-    call,
-    is_right,
-    ks_of,
-    pass_at,
-    read_items,
-    typed_arguments,
-)
 from isogloss.evaluation.task_suite import load_suite
 from isogloss.evaluation.tasks import TaskOptions, load_code_task
 from test_sandbox import needs_sandbox
@@ -35,15 +24,16 @@ def item_of(code="", entry_point="f", inputs=((1,), (2,)), num_base=1, tolerance
             task="humaneval_plus"):
     """Return a CodeItem whose prompt is empty."""
     arguments = tuple(list(of_call) for of_call in inputs)
-    return CodeItem(task, "T/1", "", (), 64, code, entry_point, arguments, num_base, tolerance)
+    return code_tasks.CodeItem(
+        task, "T/1", "", (), 64, code, entry_point, arguments, num_base, tolerance)
 
 
 # --- data -----------------------------------------------------------------------------------------
 
 
 def test_every_reference_solution_is_read():
-    humaneval = read_items("humaneval_plus", asset("eval"))
-    mbpp = read_items("mbpp_plus", asset("eval"))
+    humaneval = code_tasks.read_items("humaneval_plus", asset("eval"))
+    mbpp = code_tasks.read_items("mbpp_plus", asset("eval"))
     assert (len(humaneval), len(mbpp)) == (164, 378)
     for item in humaneval + mbpp:
         assert f"def {item.entry_point}" in item.reference
@@ -75,7 +65,7 @@ def test_arguments_of_mbpp_have_the_types_of_its_own_assertions():
         for arguments, of_call in zip(row["base_input"], calls):
             if json.loads(json.dumps(of_call, default=str)) != arguments:
                 continue  # EvalPlus has mended some inputs
-            typed = typed_arguments(row["task_id"], arguments)
+            typed = code_tasks.typed_arguments(row["task_id"], arguments)
             checked += 1
             if repr(list(typed)) != repr(list(of_call)):
                 others.add(row["task_id"])
@@ -87,9 +77,9 @@ def test_files_are_read_compressed_or_not_and_damage_is_one_line(tmp_path):
     source = asset("eval") / "HumanEvalPlus-Mini.jsonl.gz"
     plain = gzip.decompress(source.read_bytes())
     (tmp_path / "HumanEvalPlus-Mini.jsonl").write_bytes(plain)
-    items = read_items("humaneval_plus", str(tmp_path))
-    assert items == read_items("humaneval_plus", asset("eval"))
-    assert len(read_items("humaneval_plus", str(tmp_path), limit=3)) == 3
+    items = code_tasks.read_items("humaneval_plus", str(tmp_path))
+    assert items == code_tasks.read_items("humaneval_plus", asset("eval"))
+    assert len(code_tasks.read_items("humaneval_plus", str(tmp_path), limit=3)) == 3
     row = json.loads(plain.splitlines()[0])
     without = {key: value for key, value in row.items() if key != "entry_point"}
     is_no_task = "row 1 is no task of EvalPlus .*"
@@ -103,9 +93,9 @@ def test_files_are_read_compressed_or_not_and_damage_is_one_line(tmp_path):
         data = content if isinstance(content, bytes) else json.dumps(content).encode()
         (tmp_path / "HumanEvalPlus.jsonl.gz").write_bytes(data)
         with pytest.raises(ValueError, match=message):
-            read_items("humaneval_plus", str(tmp_path))
+            code_tasks.read_items("humaneval_plus", str(tmp_path))
     with pytest.raises(ValueError, match=r"MbppPlus.jsonl.gz does not exist; expected it"):
-        read_items("mbpp_plus", str(tmp_path))
+        code_tasks.read_items("mbpp_plus", str(tmp_path))
 
 
 # --- values ---------------------------------------------------------------------------------------
@@ -158,8 +148,8 @@ def test_large_values_are_compared_by_digest(monkeypatch):
 @needs_sandbox
 @pytest.mark.parametrize("task", ["humaneval_plus", "mbpp_plus"])
 def test_reference_solutions_pass(task):
-    items = read_items(task, asset("eval"))[::EVERY]
-    judge = CodeJudge()
+    items = code_tasks.read_items(task, asset("eval"))[::EVERY]
+    judge = code_tasks.CodeJudge()
     judge.prepare(items)
     # behind the prompt, as a model would write it
     verdicts = judge.map(lambda item: judge.verdict(item, "\n" + item.reference), items)
@@ -239,7 +229,7 @@ def f(x):
 def doubling():
     """An item that asks for twice its argument, and its judge."""
     item = item_of(RIGHT + "# the reference solution", inputs=((1,), (2,), (10,)))
-    judge = CodeJudge()
+    judge = code_tasks.CodeJudge()
     judge.prepare([item])
     return item, judge
 
@@ -268,11 +258,11 @@ def test_answers_that_end_in_the_middle_of_a_line_pass(doubling):
 @needs_sandbox
 def test_calls_do_not_share_their_arguments():
     item = item_of("def f(x):\n    return len(x)\n", inputs=(([1, 2],), ([1, 2],)))
-    judge = CodeJudge()
+    judge = code_tasks.CodeJudge()
     judge.prepare([item])
     assert judge.expected[item.id].outputs == [2, 2]
     shared = item_of("def f(x):\n    x.append(0)\n    return len(x)\n", inputs=item.inputs)
-    assert call(shared, shared.reference, 5).outputs == [3, 3]
+    assert code_tasks.call(shared, shared.reference, 5).outputs == [3, 3]
 
 
 @needs_sandbox
@@ -282,7 +272,7 @@ def test_a_reference_that_fails_is_one_line(monkeypatch):
                             (RIGHT + "\n\ndef g(x):\n    return (x +", "SyntaxError")):
         message = rf"T/1: its reference solution fails \({reason}"
         with pytest.raises(ValueError, match=message):
-            CodeJudge().prepare([item_of(program)])
+            code_tasks.CodeJudge().prepare([item_of(program)])
 
 
 def test_comparison():
@@ -294,10 +284,11 @@ def test_comparison():
         ([], [], True), (None, None, True), (None, 0, False), (1.0, "1.0", False),
         (1.0, Unknown(), False), (math.nan, math.nan, False), (1.0, 10**400, False),
     ]:
-        assert is_right(plain, [], expected, output) == right, (expected, output)
-    assert not is_right(item_of(tolerance=1e-3), [], 1, 1.0005)
-    assert is_right(item_of(tolerance=1e-3), [], 1.0, 1.0005)
-    assert are_floats([1.0, 2.0]) and not are_floats([]) and not are_floats([1.0, 2])
+        assert code_tasks.is_right(plain, [], expected, output) == right, (expected, output)
+    assert not code_tasks.is_right(item_of(tolerance=1e-3), [], 1, 1.0005)
+    assert code_tasks.is_right(item_of(tolerance=1e-3), [], 1.0, 1.0005)
+    for value, right in (([1.0, 2.0], True), ([], False), ([1.0, 2], False)):
+        assert code_tasks.are_floats(value) == right
 
 
 def test_functions_with_more_than_one_right_answer():
@@ -313,7 +304,8 @@ def test_functions_with_more_than_one_right_answer():
             ("digit_distance_nums", [123, 56], -1, 3, False)):
         task = "humaneval_plus" if entry_point == "find_zero" else "mbpp_plus"
         item = item_of(entry_point=entry_point, task=task, tolerance=1e-4)
-        assert is_right(item, arguments, expected, output) == right, (entry_point, output)
+        found = code_tasks.is_right(item, arguments, expected, output)
+        assert found == right, (entry_point, output)
 
 
 def test_pass_at_k_is_the_share_of_draws_with_a_right_answer():
@@ -323,8 +315,9 @@ def test_pass_at_k_is_the_share_of_draws_with_a_right_answer():
             for k in range(1, num_answers + 1):
                 draws = [any(draw) for draw in combinations(marks, k)]
                 share = sum(draws) / len(draws)
-                assert math.isclose(pass_at(k, num_answers, num_right), share, abs_tol=1e-12)
-    assert [ks_of(samples) for samples in (1, 5, 10, 20, 200)] == [
+                found = code_tasks.pass_at(k, num_answers, num_right)
+                assert math.isclose(found, share, abs_tol=1e-12)
+    assert [code_tasks.ks_of(samples) for samples in (1, 5, 10, 20, 200)] == [
         [1], [1, 5], [1, 10], [1, 10, 20], [1, 10, 100, 200]]
 
 

@@ -31,12 +31,9 @@ def test_the_compiled_roots_of_a_translation_are_the_same():
         torch.testing.assert_close(results[:2], results[2:])
 
 
-def test_auto_compiles_on_a_gpu_alone():
+def test_auto_compiles_on_a_gpu_alone_and_without_a_compiler_there_is_a_line(monkeypatch, capsys):
     assert loss_compiler("auto", "cpu") is compiler.plain
     assert loss_compiler("plain", "cuda") is compiler.plain
-
-
-def test_without_a_compiler_there_is_a_line(monkeypatch, capsys):
     monkeypatch.setattr(compiler, "missing_compiler", lambda: "there is no triton")
     assert loss_compiler("auto", "cuda") is compiler.plain
     assert "there is no triton, so the loss runs as plain torch" in capsys.readouterr().err

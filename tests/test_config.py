@@ -24,11 +24,13 @@ def several(*entries, **flags):
     return Config(student="s", data="d", teachers=json.dumps(entries), **flags)
 
 
-def test_help_names_every_loss_and_every_choice():
+def test_help_names_every_choice_and_losses_read_flags_that_there_are():
     text = help_text(Config)
     for entry in fields(Config):
         for choice in choices_of(entry):
             assert choice in text, (entry.name, choice)
+    for name, spec in LOSSES.items():
+        assert set(spec.flags) <= set(NAMES), name
 
 
 def test_the_memory_of_the_loss_follows_the_device(monkeypatch):
@@ -45,12 +47,6 @@ def test_the_memory_of_the_loss_follows_the_device(monkeypatch):
     assert [automatic_mib(gib * 2**30) for gib in (1, 20, 1000)] == [512, 2048, 4096]
 
 
-def test_a_teacher_is_named_unless_nothing_is_learned_from_one():
-    with pytest.raises(ValueError, match="--teacher is missing: give a hub id or a local path"):
-        Config(student="s", data="d")
-    Config(student="s", data="d", kd_weight=0)
-
-
 def test_the_table_of_losses_decides(monkeypatch):
     """A new entry is a choice, and its flags may differ for each teacher."""
     with pytest.raises(ValueError, match="--loss mine: expected one of piece_kl"):
@@ -58,11 +54,6 @@ def test_the_table_of_losses_decides(monkeypatch):
     monkeypatch.setitem(LOSSES, "mine", LossSpec(build=None, needs="chunks", flags=("seed",)))
     assert Config(**GOOD, loss="mine").loss == "mine"
     assert "seed" in loss_flags() and "seed" in teacher_keys()
-
-
-def test_flags_of_losses_are_flags():
-    for name, spec in LOSSES.items():
-        assert set(spec.flags) <= set(NAMES), name
 
 
 @pytest.mark.parametrize("name", [name for name, spec in LOSSES.items()
@@ -84,7 +75,7 @@ def test_loss_topk_of_decides_whose_tokens_a_divergence_keeps(name):
     assert abs(values[0] - values[1]) > 1e-3
 
 
-def test_each_teacher_has_flags_of_its_own():
+def test_each_teacher_has_flags_and_routes_of_its_own():
     cfg = several({"model": "a/A", "weight": 3, "loss": "gold", "tp": 2, "temperature": 2.0},
                   {"model": "b/B", "name": "b", "max_length": 99, "teacher_output": "topk"},
                   {"model": "c/C", "loss": "reverse_kl", "loss_topk": 16,
@@ -97,9 +88,6 @@ def test_each_teacher_has_flags_of_its_own():
     assert second[1].teacher_output == "topk" and second[1].teachers == ""
     assert (second[1].loss_topk_of, third[1].loss_topk_of) == ("teacher", "student")
     assert configs_by_teacher(Config(**GOOD)) == {"t": Config(**GOOD)}
-
-
-def test_routes():
     cfg = several({"model": "A", "routes": ["x"]}, {"model": "B"}, route_key="domain")
     assert routes_by_teacher(cfg) == {"A": ["x"], "B": None}
     assert routes_by_teacher(Config(**GOOD)) == {}
@@ -133,9 +121,16 @@ def test_wrong_teachers_are_refused(case):
         Config(student="s", data="d", teachers=text)
 
 
-def test_template_kwargs_that_are_no_object_are_refused():
-    with pytest.raises(ValueError, match="expected a JSON object"):
-        Config(**GOOD, template_kwargs="[1]")
+@pytest.mark.parametrize(("flags", "message"), [
+    ({"teacher": ""}, "--teacher is missing: give a hub id or a local path"),
+    ({"template_kwargs": "[1]"}, "expected a JSON object"),
+    *[({"loss": "hybrid_uld", "matched_weight": weight},
+       f"--matched_weight {weight}: expected 0 to 1, or -1") for weight in (-0.5, 1.5)],
+])
+def test_wrong_values_are_refused(flags, message):
+    with pytest.raises(ValueError, match=message):
+        Config(**GOOD | flags)
+    Config(student="s", data="d", kd_weight=0)  # no teacher is needed
 
 
 # --- one loss in a run ----------------------------------------------------------------------------
@@ -172,9 +167,3 @@ def test_hybrid_uld_of_a_run_is_the_function(encoders, matched_weight):
         weight_BS=sub_tile.weight[None])
     assert abs(value - expected) < 1e-9 * expected
     assert close(gradient(value, x), gradient(expected, x), 1e-9)
-
-
-@pytest.mark.parametrize("weight", [-0.5, 1.5])
-def test_a_matched_weight_that_is_none_is_refused(weight):
-    with pytest.raises(ValueError, match=f"--matched_weight {weight}: expected 0 to 1, or -1"):
-        Config(**HYBRID, matched_weight=weight)

@@ -7,24 +7,14 @@ import datasets
 import pytest
 import torch
 
+from isogloss.data import order
 from isogloss.data.open_data import load_dataset
-from isogloss.data.order import (
-    CHATS_TO_TRY,
-    ExampleReader,
-    HeldOutBatches,
-    MicroBatches,
-    ShuffledExamples,
-    StreamedExamples,
-    check_templates,
-    joined_rows,
-    split_dataset,
-)
 from isogloss.data.workers import Loader
 from isogloss.errors import DataError
 from isogloss.log import Waiting
 from test_chat import CHAT, refuse_chats_of, with_templates
 
-READER = ExampleReader("text")
+READER = order.ExampleReader("text")
 
 
 class Samples(list):
@@ -50,11 +40,11 @@ def test_the_first_rows_are_held_out(tmp_path):
         (tmp_path / name).write_text("\n".join(json.dumps({"text": text}) for text in lines))
     for source, streaming in ((str(tmp_path), True), (f"{tmp_path}/*.jsonl", False)):
         dataset = load_dataset(source, "text", streaming=streaming)
-        train, held_out = split_dataset(dataset, 2, "text")
+        train, held_out = order.split_dataset(dataset, 2, "text")
         assert [row["text"] for row in held_out] == lines[:2] and len(list(train)) == 4
         message = "--eval_rows 6: the data has 6 rows, none is left to train on"
         with pytest.raises(ValueError, match=message):
-            split_dataset(dataset, 6, "text")
+            order.split_dataset(dataset, 6, "text")
 
 
 @pytest.mark.parametrize("side", [0, 1])
@@ -62,14 +52,15 @@ def test_a_template_that_refuses_all_chats_ends_the_job(tokenizers, side):
     encoders = with_templates(tokenizers)
     refuse_chats_of(encoders[side], len(CHAT[1:]))
     dataset = datasets.Dataset.from_dict({"text": [CHAT[1:], CHAT]})
-    check_templates(dataset, READER, encoders)
+    order.check_templates(dataset, READER, encoders)
     message = "refuses a chat: no; it refuses the other 0 of the first chats too"
     with pytest.raises(ValueError, match=message):
-        check_templates(dataset.select([0]), READER, encoders)
+        order.check_templates(dataset.select([0]), READER, encoders)
     # one good chat further on does not help: the first ones are tried
-    late = datasets.Dataset.from_dict({"text": [CHAT[1:]] * CHATS_TO_TRY + [CHAT]})
-    with pytest.raises(ValueError, match=f"the other {CHATS_TO_TRY - 1} of the first chats too"):
-        check_templates(late, READER, encoders)
+    late = datasets.Dataset.from_dict({"text": [CHAT[1:]] * order.CHATS_TO_TRY + [CHAT]})
+    num_others = order.CHATS_TO_TRY - 1
+    with pytest.raises(ValueError, match=f"the other {num_others} of the first chats too"):
+        order.check_templates(late, READER, encoders)
 
 
 def test_a_template_that_writes_more_than_a_tokenizer_takes_is_refused(tokenizers):
@@ -78,17 +69,17 @@ def test_a_template_that_writes_more_than_a_tokenizer_takes_is_refused(tokenizer
     dataset = datasets.Dataset.from_dict({"text": [CHAT]})
     message = f"writes {2**25} characters of a chat; a tokenizer takes up to {2**24}"
     with pytest.raises(ValueError, match=message):
-        check_templates(dataset, READER, encoders)
+        order.check_templates(dataset, READER, encoders)
 
 
 def steps_of(dataset, num_ranks, micro_batch_size, grad_accum_steps, workers=0, start=0, steps=6,
              seed=3, reader=READER):
     """Return the [text, sample id] of each step, sorted by id: what the optimizer sees."""
-    stream = ShuffledExamples(dataset, reader, seed)
+    stream = order.ShuffledExamples(dataset, reader, seed)
     iterators = []
     for rank in range(num_ranks):
-        batches = MicroBatches(stream, Texts(), micro_batch_size, grad_accum_steps, rank,
-                               num_ranks, start)
+        batches = order.MicroBatches(stream, Texts(), micro_batch_size, grad_accum_steps, rank,
+                                     num_ranks, start)
         iterators.append(iter(Loader(batches, workers)))
     seen = []
     for _ in range(steps - start):
@@ -109,13 +100,13 @@ def test_order_and_ids_depend_on_the_seed_alone(join):
     """For any number of ranks and workers, and after a resume; ids are positions in the stream."""
     texts = [f"row {i} " + "x" * (i % 7) for i in range(40 if join else 7)]
     dataset = datasets.Dataset.from_dict({"text": texts})
-    reader = ExampleReader("text", join=join)
+    reader = order.ExampleReader("text", join=join)
     one = steps_of(dataset, 1, 4, 1, reader=reader)
     for layout, workers, start in LAYOUTS:
         steps = steps_of(dataset, *layout, workers=workers, start=start, reader=reader)
         assert steps == one[start:], (layout, workers, start)
     assert one != steps_of(dataset, 1, 4, 1, seed=4, reader=reader)
-    stream = ShuffledExamples(dataset, reader, 3)
+    stream = order.ShuffledExamples(dataset, reader, 3)
     samples = list(itertools.chain(*one))
     assert samples == [[stream.example(number).content, number] for number in range(24)]
     read = [text for text, _ in samples]
@@ -128,8 +119,8 @@ def test_order_and_ids_depend_on_the_seed_alone(join):
 def test_a_stream_gives_the_same_again_from_any_number_of_workers(dataset):
     """With the places from which it goes on, over the borders of epochs."""
     def read(workers, start=0):
-        stream = StreamedExamples(dataset.to_iterable_dataset(), READER, 3)
-        batches = MicroBatches(stream, Texts(), 2, 1, 0, 1, start)
+        stream = order.StreamedExamples(dataset.to_iterable_dataset(), READER, 3)
+        batches = order.MicroBatches(stream, Texts(), 2, 1, 0, 1, start)
         read = itertools.islice(iter(Loader(batches, workers)), 8 - start)
         return [(list(batch), batch.place) for batch in read]
 
@@ -155,46 +146,47 @@ JOINED = {
 
 @pytest.mark.parametrize("characters", JOINED)
 def test_neighboring_rows_are_joined_whole_up_to_so_many_characters(characters):
-    reader = ExampleReader("text", join=characters)
+    reader = order.ExampleReader("text", join=characters)
     texts = ["\n".join(UNEQUAL[row] for row in rows if UNEQUAL[row])
              for rows in JOINED[characters]]
     size = len(texts)
     dataset = datasets.Dataset.from_dict({"text": ["held out", *UNEQUAL, "x"]})
     dataset = dataset.select(range(1, 9))
-    mapped = ShuffledExamples(dataset, reader, 3)
+    mapped = order.ShuffledExamples(dataset, reader, 3)
     epochs = [[mapped.example(position).content for position in range(first, first + size)]
               for first in range(0, 4 * size, size)]
     for epoch in epochs:
         assert sorted(epoch) == sorted(texts)
     assert size == 1 or len(set(map(tuple, epochs))) > 1  # an order of its own
-    stream = StreamedExamples(dataset.to_iterable_dataset(), reader, 3)
+    stream = order.StreamedExamples(dataset.to_iterable_dataset(), reader, 3)
     assert sorted(stream.example(position).content for position in range(size)) == sorted(texts)
     for rows in (dataset, list(dataset)):
-        assert [row["text"] for row in joined_rows(rows, reader)] == texts
+        assert [row["text"] for row in order.joined_rows(rows, reader)] == texts
 
 
 def test_what_is_joined_is_text():
-    reader = ExampleReader("text", source="d", join=9)
+    reader = order.ExampleReader("text", source="d", join=9)
     chat = {"text": [{"role": "user", "content": "a"}]}
     with pytest.raises(DataError, match="row 6 of 'text' is a chat, and --join_rows joins texts"):
         reader.sample([{"text": "a"}, chat], 5)
     rows = datasets.IterableDataset.from_generator(lambda: iter([{"text": "a"}, {"text": 3}]))
     with pytest.raises(DataError, match="row 1 of 'text' holds 3, expected text"):
-        StreamedExamples(rows, ExampleReader("text", join=9), 0).example(0)
+        order.StreamedExamples(rows, order.ExampleReader("text", join=9), 0).example(0)
 
 
 def test_routes_are_read_beside_the_text():
     row = {"text": "a", "teacher": None, "other": "b"}
-    assert ExampleReader("text")(row).route is ...  # every teacher
-    assert ExampleReader("text", "teacher")(row).route is None
-    assert ExampleReader("text", "other")(row) == ("a", "b", None, None, 0, (), 1.0)
+    assert order.ExampleReader("text")(row).route is ...  # every teacher
+    assert order.ExampleReader("text", "teacher")(row).route is None
+    assert order.ExampleReader("text", "other")(row) == ("a", "b", None, None, 0, (), 1.0)
 
 
 def test_held_out_rows_are_read_once_by_equally_many_batches(dataset):
     for num_ranks, micro_batch_size, workers in ((1, 2, 2), (2, 2, 0), (4, 3, 2)):
         by_rank = []
         for rank in range(num_ranks):
-            batches = HeldOutBatches(dataset, READER, Texts(), micro_batch_size, rank, num_ranks)
+            batches = order.HeldOutBatches(
+                dataset, READER, Texts(), micro_batch_size, rank, num_ranks)
             by_rank.append(list(Loader(batches, workers)))
         assert len({len(batches) for batches in by_rank}) == 1
         batches = list(itertools.chain(*by_rank))
@@ -209,8 +201,8 @@ def test_held_out_rows_are_read_once_by_equally_many_batches(dataset):
 def test_loading_leaves_the_random_state_alone(dataset):
     torch.manual_seed(5)
     expected = torch.get_rng_state()
-    stream = ShuffledExamples(dataset, READER, 0)
-    next(iter(Loader(MicroBatches(stream, Texts(), 1, 1, 0, 1), 0)))
+    stream = order.ShuffledExamples(dataset, READER, 0)
+    next(iter(Loader(order.MicroBatches(stream, Texts(), 1, 1, 0, 1), 0)))
     assert torch.equal(torch.get_rng_state(), expected)
 
 

@@ -174,17 +174,14 @@ def shorten(monkeypatch, folder):
     # text alone, equal time, one with other tokenizers, one with equal ones
     arms = {arm: demo.ARMS[arm] for arm in (NO_TEACHER, SAME_TIME, "piece_kl", EQUAL_TOKENIZERS)}
     monkeypatch.chdir(ROOT)
-    monkeypatch.setattr(demo, "launch", launch)
-    monkeypatch.setattr(demo, "side_by_side", one_by_one)
-    monkeypatch.setattr(demo, "CACHE", folder / "cache")
-    monkeypatch.setattr(demo, "RUNS", folder / "runs")
-    monkeypatch.setattr(demo, "ARMS", arms)
-    monkeypatch.setattr(demo, "DISTILL", demo.DISTILL | {"steps": 4, "eval_rows": 8})
-    monkeypatch.setattr(demo, "NUM_EVALUATIONS", 2)
-    monkeypatch.setattr(demo, "RECIPE", demo.RECIPE | recipe)
+    small = {"launch": launch, "side_by_side": one_by_one, "documents": lambda: documents[:60],
+             "CACHE": folder / "cache", "RUNS": folder / "runs", "ARMS": arms,
+             "DISTILL": demo.DISTILL | {"steps": 4, "eval_rows": 8}, "NUM_EVALUATIONS": 2,
+             "RECIPE": demo.RECIPE | recipe,
+             "ON_POLICY": demo.ON_POLICY | {"steps": 2, "rollout_tokens": 8, "rollout_eval": 8}}
+    for name, value in small.items():
+        monkeypatch.setattr(demo, name, value)
     monkeypatch.setattr(demo_report, "equal_time_steps", lambda runs, arm: 5)
-    short = {"steps": 2, "rollout_tokens": 8, "rollout_eval": 8}
-    monkeypatch.setattr(demo, "ON_POLICY", demo.ON_POLICY | short)
     return arms
 
 

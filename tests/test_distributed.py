@@ -14,6 +14,7 @@ from typing import NamedTuple
 import pytest
 import torch
 
+import jobs
 import ranks
 from isogloss import build
 from isogloss.projection_tools.build import build_projection
@@ -21,16 +22,6 @@ from isogloss.projection_tools.files import load_projection
 from isogloss.projection_tools.tokenizers import Pair
 from isogloss.student import engine as student
 from isogloss.student.engine import StudentWithLoss
-from jobs import (
-    check_same_curve,
-    ds_config,
-    losses_of,
-    run_all,
-    run_and_listen,
-    run_distill,
-    run_with_output,
-    write_corpus,
-)
 from launched import as_in_a_terminal, die_after
 
 
@@ -61,13 +52,13 @@ def base_run(models, texts, tmp_path_factory):
     steps = {"warmup_num_steps": "auto", "total_num_steps": "auto"}
     schedule = {"type": "WarmupCosineLR", "params": steps}
     for stage in range(4):
-        ds_config(folder / f"zero{stage}.json", stage, 1, 2, scheduler=schedule)
-    ds_config(folder / "bf16.json", 2, 1, 2, scheduler=schedule, bf16={"enabled": True})
+        jobs.ds_config(folder / f"zero{stage}.json", stage, 1, 2, scheduler=schedule)
+    jobs.ds_config(folder / "bf16.json", 2, 1, 2, scheduler=schedule, bf16={"enabled": True})
     offload = {"stage": 2, "offload_optimizer": {"device": "cpu"}}
-    ds_config(folder / "offload.json", 2, 1, 2, scheduler=schedule, zero_optimization=offload,
-              zero_force_ds_cpu_optimizer=False)
+    jobs.ds_config(folder / "offload.json", 2, 1, 2, scheduler=schedule, zero_optimization=offload,
+                   zero_force_ds_cpu_optimizer=False)
     argv = [f"--student={student}", f"--teacher={models[1]}",
-            f"--data={write_corpus(folder, texts, 11)}", "--eval_rows=2", "--max_length=120"]
+            f"--data={jobs.write_corpus(folder, texts, 11)}", "--eval_rows=2", "--max_length=120"]
     return BaseRun(folder, argv)
 
 
@@ -88,7 +79,7 @@ def ignore_positions(argv):
             return forward(self, batch, terms)
 
         StudentWithLoss.forward = forward_without_positions
-        answers.append(run_and_listen(argv))
+        answers.append(jobs.run_and_listen(argv))
     return answers
 
 
@@ -104,7 +95,7 @@ def mix_neighbors(argv):
         return model
 
     build.load_student = load_mixing_student
-    return run_and_listen(argv)
+    return jobs.run_and_listen(argv)
 
 
 @pytest.mark.slow
@@ -119,10 +110,10 @@ def test_students_that_a_layout_does_not_suit_are_rejected(base_run, tmp_path):
         assert codes == [2]
         assert "depends on the text before it in the same row; use --pack=false" in said
     # in bf16 the shards are other blocks, which round in another way
-    run_all(2, base_run.line("bf16", tmp_path, "--steps=1", "--sequence_parallel=2"),
-            [*argv, "--pack", "--sequence_parallel=2", f"--output_dir={tmp_path / 'shards'}"])
-    run_all(3, [*argv, "--pack", "--teacher_ranks=1", "--tiled=false", "--attention=eager",
-                f"--output_dir={tmp_path / 'remote'}"])
+    jobs.run_all(2, base_run.line("bf16", tmp_path, "--steps=1", "--sequence_parallel=2"),
+                 [*argv, "--pack", "--sequence_parallel=2", f"--output_dir={tmp_path / 'shards'}"])
+    jobs.run_all(3, [*argv, "--pack", "--teacher_ranks=1", "--tiled=false", "--attention=eager",
+                     f"--output_dir={tmp_path / 'remote'}"])
 
 
 @pytest.mark.slow
@@ -130,12 +121,12 @@ def test_reports_of_deepspeed(base_run, tmp_path):
     """The summary of collectives has times of single calls; flops, memory and time are printed."""
     profiler = {"enabled": True, "profile_step": 1, "module_depth": 1, "top_modules": 1,
                 "detailed": False}
-    config = ds_config(tmp_path / "ds.json", 3, 2, 1, flops_profiler=profiler,
-                       wall_clock_breakdown=True, memory_breakdown=True)
+    config = jobs.ds_config(tmp_path / "ds.json", 3, 2, 1, flops_profiler=profiler,
+                            wall_clock_breakdown=True, memory_breakdown=True)
     argv = [*base_run.argv, f"--ds_config={config}", "--steps=3", f"--output_dir={tmp_path}",
             "--log_comms", "--sequence_parallel=2"]
     begin = time.monotonic()
-    assert ranks.run(2, run_with_output, argv, str(tmp_path / "output")) == [[0]] * 2
+    assert ranks.run(2, jobs.run_with_output, argv, str(tmp_path / "output")) == [[0]] * 2
     seconds = time.monotonic() - begin
     output = (tmp_path / "output0").read_text()
     for words in ("DeepSpeed Flops Profiler", "fwd flops per GPU", "bwd_inner_micro",
@@ -169,8 +160,8 @@ def test_teachers_by_the_domain_of_a_row(base_run, models, untied, texts):
     argv = base_run.without("--teacher", "--data").line(
         "zero3", "routed", f"--data={data}", "--steps=5", f"--teachers={json.dumps(teachers)}")
     runs = [[*argv, "--route_key=domain"], [*argv, "--route_key=topic"]]
-    assert ranks.run(2, run_distill, runs) == [[0, 2]] * 2
-    steps = losses_of(folder / "routed")[:-1]
+    assert ranks.run(2, jobs.run_distill, runs) == [[0, 2]] * 2
+    steps = jobs.losses_of(folder / "routed")[:-1]
     has_first = [line["kd/a"] is not None for line in steps]
     assert has_first == [line["aligned_tokens/a"] is not None for line in steps]
     assert 0 < sum(has_first) < len(steps)
@@ -209,14 +200,14 @@ def test_teachers_on_ranks_of_their_own(base_run, models, untied):
 
     # runs whose teachers are on the student's ranks
     beside = {words: f"beside {number}" for number, (words, *_) in enumerate(REMOTE)}
-    run_all(2, *[line_of(name, words) for words, name in beside.items()])
+    jobs.run_all(2, *[line_of(name, words) for words, name in beside.items()])
     for number, (words, teacher_ranks, teacher_flags) in enumerate(REMOTE):
         name = f"remote {number}"
-        run_all(2 + teacher_ranks,  # processes join one world
-                line_of(name, words, f"--teacher_ranks={teacher_ranks}", *teacher_flags))
-        expected = losses_of(folder / beside[words])
+        jobs.run_all(2 + teacher_ranks,  # processes join one world
+                     line_of(name, words, f"--teacher_ranks={teacher_ranks}", *teacher_flags))
+        expected = jobs.losses_of(folder / beside[words])
         assert [metrics["step"] for metrics in expected] == [1, 2, 2, 3, 3]
-        check_same_curve(expected, losses_of(folder / name), 1e-5, 1e-7, REMOTE[number])
+        jobs.check_same_curve(expected, jobs.losses_of(folder / name), 1e-5, 1e-7, REMOTE[number])
 
 
 # --- runs that stop and resume --------------------------------------------------------------------
@@ -237,11 +228,11 @@ def test_resume_is_exact(base_run):
         whole_runs.append(base_run.line(kind, f"whole/{kind}", *flags, "--save_every=2",
                                         "--keep_checkpoints=9"))
         resumed_runs.append(base_run.line(kind, f"resumed/{kind}", *flags, f"--resume={saved}"))
-    run_all(2, *whole_runs)
-    run_all(2, *resumed_runs)
+    jobs.run_all(2, *whole_runs)
+    jobs.run_all(2, *resumed_runs)
     for kind in kinds:
-        whole = losses_of(folder / "whole" / kind, 2)
-        resumed = losses_of(folder / "resumed" / kind)
+        whole = jobs.losses_of(folder / "whole" / kind, 2)
+        resumed = jobs.losses_of(folder / "resumed" / kind)
         assert whole == resumed and len(resumed) == 6, kind  # four steps, evaluated after 3 and 6
         assert resumed[-1]["eval/kd"] > 0 and resumed[0]["loss"] != resumed[-2]["loss"]
         record = json.loads((folder / "whole" / kind / "run.json").read_text())
@@ -257,7 +248,7 @@ def run_until(argv, moment):
             die_after(student, "gradient_norm", lambda engine: next(calls) == 7)
         else:
             die_after(torch, "save", lambda content, path, **_: moment in str(path))
-    run_distill([argv])
+    jobs.run_distill([argv])
 
 
 @pytest.mark.slow
@@ -265,7 +256,7 @@ def test_a_killed_run_resumes_from_the_last_whole_checkpoint(base_run):
     """SIGKILL in mid-step and in mid-save; no incomplete checkpoint is ever picked up."""
     folder = base_run.folder
     flags = "--steps=7", "--save_every=1", "--num_workers=0"
-    run_all(2, base_run.line("zero2", "unkilled", *flags))
+    jobs.run_all(2, base_run.line("zero2", "unkilled", *flags))
     killed = folder / "killed"
     argv = base_run.line("zero2", "killed", *flags)
     for moment in ("mid-step", ".step_0000005.incomplete",
@@ -275,8 +266,8 @@ def test_a_killed_run_resumes_from_the_last_whole_checkpoint(base_run):
         process.join()
         ranks.kill(group)
         assert process.exitcode == -signal.SIGKILL
-    run_all(2, argv)
-    assert losses_of(killed) == losses_of(folder / "unkilled")
+    jobs.run_all(2, argv)
+    assert jobs.losses_of(killed) == jobs.losses_of(folder / "unkilled")
     # nothing half-written or half-deleted stays behind
     names = {path.name for path in (killed / "checkpoints").iterdir() if path.is_dir()}
     assert names == {"step_0000006", "step_0000007"}
@@ -284,7 +275,7 @@ def test_a_killed_run_resumes_from_the_last_whole_checkpoint(base_run):
 
 def run_in_a_terminal(argv):
     as_in_a_terminal()
-    return run_distill([argv])
+    return jobs.run_distill([argv])
 
 
 @pytest.mark.parametrize("teacher_ranks, number", [(0, signal.SIGHUP), (1, signal.SIGTERM)])
@@ -300,7 +291,7 @@ def test_a_signal_on_one_rank_saves_and_ends_all(base_run, teacher_ranks, number
     for process, _ in group[::2]:
         os.kill(process.pid, number)
     assert ranks.results(group) == [[128 + number]] * 2 + [[0]] * teacher_ranks
-    last = losses_of(output)[-1]["step"]
+    last = jobs.losses_of(output)[-1]["step"]
     names = [path.name for path in (output / "checkpoints").glob("step_*")]
     assert names == [f"step_{last:07d}"]
 
@@ -313,15 +304,15 @@ def test_a_learned_projection_is_trained_saved_and_resumed(base_run, models):
     flags = ["--loss=projection_kl", "--learn_projection", "--projection_learning_rate=0.3",
              "--projection_topk=100", "--steps=4", "--save_every=2"]
     saved = learned / "zero3" / "checkpoints" / "step_0000002"
-    run_all(2, base_run.line("zero2", learned / "zero2", *flags),
-            base_run.line("zero3", learned / "zero3", *flags),
-            base_run.line("zero1", learned / "zero1", *flags, "--tiled=false"))
-    run_all(2, base_run.line("zero3", learned / "again", *flags, f"--resume={saved}"))
-    expected = losses_of(learned / "zero2")
+    jobs.run_all(2, base_run.line("zero2", learned / "zero2", *flags),
+                 base_run.line("zero3", learned / "zero3", *flags),
+                 base_run.line("zero1", learned / "zero1", *flags, "--tiled=false"))
+    jobs.run_all(2, base_run.line("zero3", learned / "again", *flags, f"--resume={saved}"))
+    expected = jobs.losses_of(learned / "zero2")
     for kind in ("zero3", "zero1"):
-        for line, other in zip(expected, losses_of(learned / kind), strict=True):
+        for line, other in zip(expected, jobs.losses_of(learned / kind), strict=True):
             assert line.get("loss", 0) == pytest.approx(other.get("loss", 0), rel=1e-5), kind
-    assert losses_of(learned / "again") == losses_of(learned / "zero3", 2)
+    assert jobs.losses_of(learned / "again") == jobs.losses_of(learned / "zero3", 2)
 
     pair = Pair.load(*map(str, models))
     built_indices, built_weights = map(torch.from_numpy, build_projection(pair)[:2])
@@ -345,19 +336,19 @@ def test_the_dynamic_scale_is_that_of_the_step_before(base_run, models, untied):
     for num_ranks, grad_accum_steps in ((2, 2), (1, 4)):
         name = f"dynamic{num_ranks}"
         output = folder / name
-        ds_config(folder / f"{name}.json", 2, 1, grad_accum_steps)
+        jobs.ds_config(folder / f"{name}.json", 2, 1, grad_accum_steps)
         run = base.line(name, name, f"--student={models[0]}",  # without dropout
                         f"--teachers={json.dumps(teachers)}", "--kd_weight=0.6", "--ce_weight=0.3",
                         "--steps=5", "--dynamic_scale", "--save_every=3")
-        run_all(num_ranks, run)
-        curves.append([line for line in losses_of(output) if "loss" in line])
-    whole = losses_of(output)
-    run_all(1, [*run, f"--resume={output / 'checkpoints' / 'step_0000003'}"])
-    assert losses_of(output) == whole
+        jobs.run_all(num_ranks, run)
+        curves.append([line for line in jobs.losses_of(output) if "loss" in line])
+    whole = jobs.losses_of(output)
+    jobs.run_all(1, [*run, f"--resume={output / 'checkpoints' / 'step_0000003'}"])
+    assert jobs.losses_of(output) == whole
     assert {"eval/kd/a", "eval/teacher_bits_per_byte/b", "eval/student_bits_per_byte"} <= (
         whole[-1].keys())
     check_dynamic_scales(curves[1])
-    check_same_curve(*curves, 1e-4)
+    jobs.check_same_curve(*curves, 1e-4)
 
 
 def check_dynamic_scales(steps):

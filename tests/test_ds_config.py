@@ -8,14 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from conftest import ROOT
-from isogloss.student.ds_config import (
-    BATCH_KEYS,
-    DS_KEYS,
-    BatchSizes,
-    batch_sizes,
-    read_ds_config,
-    resolve_ds_config,
-)
+from isogloss.student import ds_config
 from isogloss.student.ds_values import REFUSED, SECTIONS, SWITCHES
 
 # None: the key is absent.  3 and 8 do not divide each other; 12 has several factorizations.
@@ -30,7 +23,7 @@ def flags(**changes):
 
 
 def resolve(config, num_ranks=4, hidden_size=64, bf16=False, **changes):
-    return resolve_ds_config(config, flags(**changes), num_ranks, hidden_size, bf16)
+    return ds_config.resolve_ds_config(config, flags(**changes), num_ranks, hidden_size, bf16)
 
 
 def write(folder, text):
@@ -42,7 +35,7 @@ def write(folder, text):
 # --- reading --------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("key", sorted(DS_KEYS))
+@pytest.mark.parametrize("key", sorted(ds_config.DS_KEYS))
 def test_a_known_key_is_read_or_refused_with_advice(tmp_path, key):
     value = {} if key in SECTIONS else 1
     if key not in REFUSED:
@@ -50,10 +43,10 @@ def test_a_known_key_is_read_or_refused_with_advice(tmp_path, key):
     config = {"train_batch_size": 8, key: value}
     path = write(tmp_path, json.dumps(config))
     if key not in REFUSED:
-        assert read_ds_config(path) == config
+        assert ds_config.read_ds_config(path) == config
         return
     with pytest.raises(ValueError, match=f"{key} is not for distill.py: .*{REFUSED[key][-9:]}"):
-        read_ds_config(path)
+        ds_config.read_ds_config(path)
 
 
 @pytest.mark.parametrize("text, message", [
@@ -64,14 +57,11 @@ def test_a_known_key_is_read_or_refused_with_advice(tmp_path, key):
     ('"auto"', "expected a JSON object .* got str"),
     ("{stage: 2}", r"not valid JSON \(line 1, column 2\)"),
 ])
-def test_a_file_that_is_no_ds_config_is_refused(tmp_path, text, message):
+def test_a_file_that_is_no_ds_config_or_missing_is_refused(tmp_path, text, message):
     with pytest.raises(ValueError, match=message):
-        read_ds_config(write(tmp_path, text))
-
-
-def test_a_missing_file_is_refused(tmp_path):
+        ds_config.read_ds_config(write(tmp_path, text))
     with pytest.raises(ValueError, match="no such file; ready-made ones are ds_configs/pipeline"):
-        read_ds_config(tmp_path / "nowhere.json")
+        ds_config.read_ds_config(tmp_path / "nowhere.json")
 
 
 # --- batch sizes ----------------------------------------------------------------------------------
@@ -86,7 +76,8 @@ def expected_sizes(total, micro, steps, num_ranks):
     # CHOICES end at 12, so no factor of a total exceeds it.
     for some_micro in range(1, 13):
         for some_steps in range(1, 13):
-            sizes = BatchSizes(num_ranks * some_micro * some_steps, some_micro, some_steps)
+            whole = num_ranks * some_micro * some_steps
+            sizes = ds_config.BatchSizes(whole, some_micro, some_steps)
             given = zip((total, micro, steps), sizes)
             if all(value is None or value == size for value, size in given):
                 solutions.append(sizes)
@@ -101,7 +92,7 @@ def expected_sizes(total, micro, steps, num_ranks):
 def test_batch_sizes_follow_from_their_definition(total, micro, num_ranks):
     """Every combination of given, "auto" and absent keys; what does not divide is an error."""
     for steps in CHOICES:
-        given = dict(zip(BATCH_KEYS, (total, micro, steps)))
+        given = dict(zip(ds_config.BATCH_KEYS, (total, micro, steps)))
         config = {key: value for key, value in given.items() if value is not None}
         # The oracle knows no "auto": it means the same as an absent key.
         values = [None if value == "auto" else value for value in given.values()]
@@ -111,18 +102,18 @@ def test_batch_sizes_follow_from_their_definition(total, micro, num_ranks):
             solutions = []
             message = "neither train_batch_size nor"
         if solutions:
-            assert [batch_sizes(config, num_ranks, "ds.json")] == solutions, config
+            assert [ds_config.batch_sizes(config, num_ranks, "ds.json")] == solutions, config
             continue
         with pytest.raises(ValueError, match=message):
-            batch_sizes(config, num_ranks, "ds.json")
+            ds_config.batch_sizes(config, num_ranks, "ds.json")
 
 
-@pytest.mark.parametrize("key", BATCH_KEYS)
+@pytest.mark.parametrize("key", ds_config.BATCH_KEYS)
 @pytest.mark.parametrize("value", [0, -4, 2.0, True, "8", [8]])
 def test_batch_sizes_that_are_not_positive_whole_numbers_are_rejected(key, value):
     config = {"train_batch_size": 8} | {key: value}
     with pytest.raises(ValueError, match=f"{key} is .*expected a whole number of 1 or more"):
-        batch_sizes(config, 2, "ds.json")
+        ds_config.batch_sizes(config, 2, "ds.json")
 
 
 @pytest.mark.parametrize("shards", [1, 2, 4])
@@ -130,7 +121,7 @@ def test_sequence_parallelism_multiplies_the_batch_of_the_engine_alone(shards):
     """Samples in a step do not depend on the number of shards."""
     config = {"train_batch_size": 12, "train_micro_batch_size_per_gpu": 3}
     resolved = resolve(config, num_ranks=4, sequence_parallel=shards)
-    total, micro, steps = [resolved[key] for key in BATCH_KEYS]
+    total, micro, steps = [resolved[key] for key in ds_config.BATCH_KEYS]
     assert total == 4 * micro * steps  # DeepSpeed's own check, over all ranks
     assert total // shards == 12
     assert micro == 3
@@ -141,7 +132,7 @@ def test_sequence_parallelism_multiplies_the_batch_of_the_engine_alone(shards):
 
 def test_every_auto_of_the_ready_made_files_is_filled():
     for path in sorted((ROOT / "ds_configs").glob("*.json")):
-        resolved = resolve(read_ds_config(path), ds_config=str(path))
+        resolved = resolve(ds_config.read_ds_config(path), ds_config=str(path))
         assert '"auto"' not in json.dumps(resolved), path.name
         # of 16 on 4 ranks; in one step, but for a pipeline, which needs several
         size = 1 if path.name == "pipeline.json" else 4
@@ -150,11 +141,13 @@ def test_every_auto_of_the_ready_made_files_is_filled():
         assert resolved["optimizer"]["params"]["lr"] == 1e-3
 
 
-def test_a_home_directory_is_expanded(monkeypatch):
+def test_a_home_directory_is_expanded_and_the_optimizer_is_the_adamw_of_pytorch(monkeypatch):
     monkeypatch.setenv("HOME", "/a")
     board = {"enabled": True, "output_path": "~/b", "job_name": "~c"}
     resolved = resolve({"train_batch_size": 8, "tensorboard": board})
     assert resolved["tensorboard"] == board | {"output_path": "/a/b"}
+    params = {"torch_adam": True, "lr": 1e-3}
+    assert resolved["optimizer"] == {"type": "AdamW", "params": params}
 
 
 def test_auto_values_are_those_of_the_readme():
@@ -209,12 +202,6 @@ def test_the_learning_rate_is_stated_once():
     resolved = resolve(stated | {"scheduler": schedule}, learning_rate=0.0)
     assert resolved["optimizer"]["params"]["lr"] == 3e-4
     assert resolved["scheduler"]["params"]["warmup_max_lr"] == 3e-4
-
-
-def test_without_an_optimizer_it_is_the_adamw_of_pytorch():
-    resolved = resolve({"train_batch_size": 8})
-    params = {"torch_adam": True, "lr": 1e-3}
-    assert resolved["optimizer"] == {"type": "AdamW", "params": params}
 
 
 def test_the_flag_turns_the_collectives_log_on_and_keeps_its_settings():

@@ -32,6 +32,8 @@ SAME = {
     "split: 'train[:10%]'": ["--split=train[:10%]"],
     'wandb_project: ""': ["--wandb_project="],
     "output_dir: |-\n  a b": ["--output_dir=a b"],
+    "loss: &a uld\nteacher_dtype: &b float32\nsplit: *b": [
+        "--loss=uld", "--teacher_dtype=float32", "--split=float32"],
     "eval_tasks: [mmlu, gsm8k]": ["--eval_tasks=mmlu,gsm8k"],
     "template_kwargs: {enable_thinking: false, budget: 1e3, word: yes, nothing: ~}": [
         '--template_kwargs={"enable_thinking": false, "budget": 1000.0, "word": "yes", '
@@ -111,14 +113,6 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path):
         parse_flags(Config, ["--config=nowhere.yaml"], file_flag="config")
     with pytest.raises(ValueError, match=r"run\.yaml: is not UTF-8"):
         parse(tmp_path, b"data: \xff")
-
-
-def test_an_alias_means_what_it_stands_for(tmp_path):
-    cfg = parse(tmp_path, NEEDED + "loss: &a uld\nteacher_dtype: &b float32\nsplit: *b")
-    assert (cfg.loss, cfg.teacher_dtype, cfg.split) == ("uld", "float32", "float32")
-
-
-def test_a_folder_is_no_file_of_settings(tmp_path):
     with pytest.raises(ValueError, match="Is a directory"):
         parse_flags(Config, [f"--config={tmp_path}"], file_flag="config")
     with pytest.raises(ValueError, match=r"--ds_config .*: no such file"):

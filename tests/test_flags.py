@@ -213,9 +213,7 @@ def test_what_can_be_no_path_is_refused(path, message):
     with pytest.raises(ValueError, match=re.escape(message)) as error:
         parse_flags(exact.Args, ["--student=a", "--teacher=b", f"--output={path}"])
     assert "\n" not in str(error.value)
-
-
-def test_names_that_can_be_files_pass():
+    # names that can be files pass
     expanded("--output", "a/" + 220 * "b", is_written=True)
     expanded("--data", "a/" + 255 * "b")
     expanded("--data", "https://a/b?" + 300 * "c")

@@ -6,14 +6,7 @@ import torch
 from conftest import asset
 from isogloss.align import TokenTable
 from isogloss.data.batch_types import text_key
-from isogloss.teachers.kept_tokens import (
-    byte_order,
-    estimated,
-    keep_tokens,
-    relevance_of_mass,
-    uniform_numbers,
-    without_draws,
-)
+from isogloss.teachers import kept_tokens
 from isogloss.teachers.text_scores import ScoredLogits
 from isogloss.tiles import TopKLogits
 from tokens import table_of
@@ -24,7 +17,7 @@ SPELLED = [b"", b"a", b"ab", b"abc", b"abd", b"b", b"ba", b"a", b"\xff", b"\xff\
 
 def keep(logits_NW, num_entries, labels_N, order, *more):
     """Call keep_tokens with logits in the order of ids."""
-    return keep_tokens(logits_NW[:, order.ids_W], num_entries, labels_N, order, *more)
+    return kept_tokens.keep_tokens(logits_NW[:, order.ids_W], num_entries, labels_N, order, *more)
 
 
 @pytest.fixture(scope="module")
@@ -47,7 +40,7 @@ def beginnings(token):
 def test_tokens_that_begin_alike_lie_side_by_side(real_table):
     for table in (table_of(SPELLED), real_table):
         spelled = [table.bytes_of(token) for token in range(len(table))]
-        order = byte_order(table)
+        order = kept_tokens.byte_order(table)
         assert torch.equal(order.ids_W[order.place_W], torch.arange(len(table)))
         for token in range(0, len(table), max(1, len(table) // 50)):
             for p, begin in enumerate(beginnings(spelled[token])):
@@ -59,10 +52,11 @@ def test_tokens_that_begin_alike_lie_side_by_side(real_table):
 
 
 def test_relevance_is_the_mass_and_the_share_among_tokens_that_begin_as_the_label():
-    order = byte_order(table_of(SPELLED))
+    order = kept_tokens.byte_order(table_of(SPELLED))
     p_NW = logits_of(len(SPELLED), len(SPELLED)).softmax(-1)
     labels_N = torch.arange(len(SPELLED))
-    factor_NW = relevance_of_mass(p_NW[:, order.ids_W], labels_N, order)[:, order.place_W]
+    in_order_NW = p_NW[:, order.ids_W]
+    factor_NW = kept_tokens.relevance_of_mass(in_order_NW, labels_N, order)[:, order.place_W]
     for label, begins in enumerate(map(beginnings, SPELLED)):
         for token, text in enumerate(SPELLED):
             shares = []
@@ -80,7 +74,7 @@ def test_relevance_is_the_mass_and_the_share_among_tokens_that_begin_as_the_labe
 @pytest.mark.parametrize("label", [3, 16, 0])
 def test_the_expected_row_is_the_row(temperature, num_entries, label):
     """Of 18 tokens beside the label all are kept, so that nothing is drawn."""
-    order = byte_order(table_of(SPELLED))
+    order = kept_tokens.byte_order(table_of(SPELLED))
     logits = logits_of(1, len(SPELLED), 1.5)
     if num_entries < 18:
         logits[0, 8] = -torch.inf  # a token that never comes
@@ -89,7 +83,7 @@ def test_the_expected_row_is_the_row(temperature, num_entries, label):
     kept = keep(logits.expand(num, -1), num_entries, torch.full((num,), label), order,
                 temperature, uniform_N)
     assert (kept.num_drawn_N > 0).all() == (num_entries < 18)
-    rows = estimated(kept.scored, kept.num_drawn_N, temperature)(torch.arange(num))
+    rows = kept_tokens.estimated(kept.scored, kept.num_drawn_N, temperature)(torch.arange(num))
     assert (rows[:, -1] == -torch.inf).all()
     assert (rows > -torch.inf).sum(-1).max() <= num_entries + 1
     sums = (rows / temperature).logsumexp(-1)
@@ -103,12 +97,13 @@ def test_a_label_that_is_kept_too_counts_once():
     """A cache lists it twice; the draw, of 0.3, stands for the rest, of 0.3."""
     mass = torch.tensor([[0.5, 0.2, 0.3, 0.5]])
     rows = TopKLogits(torch.tensor([[0, 2, 5, 0]]), mass.log(), 7, torch.tensor([0.3]).log())
-    whole = estimated(ScoredLogits(rows, None), torch.tensor([1]))(torch.tensor([0])).exp()
+    estimate = kept_tokens.estimated(ScoredLogits(rows, None), torch.tensor([1]))
+    whole = estimate(torch.tensor([0])).exp()
     torch.testing.assert_close(whole, torch.tensor([[0.5, 0, 0.2, 0, 0, 0.3, 0, 0]]))
 
 
 def test_draws_of_a_real_vocabulary_are_tokens_that_are_not_kept(real_table):
-    order = byte_order(real_table)
+    order = kept_tokens.byte_order(real_table)
     logits = logits_of(40, len(real_table))
     logits[:20] *= 3  # rows with one or few likely tokens
     logits[0, 5] = 300  # float32 holds nothing beside this one
@@ -120,7 +115,7 @@ def test_draws_of_a_real_vocabulary_are_tokens_that_are_not_kept(real_table):
     for row, ids in enumerate(kept.scored.logits.ids_TK.tolist()):
         if row != 0:
             assert len(set(ids)) >= 60  # two intervals may draw the token between them
-    rows = estimated(kept.scored, kept.num_drawn_N)(torch.arange(40))
+    rows = kept_tokens.estimated(kept.scored, kept.num_drawn_N)(torch.arange(40))
     p = logits.softmax(-1)
     torch.testing.assert_close(rows.logsumexp(-1), logits.logsumexp(-1))
     # all that begin with the same bytes: off by the intervals at both ends, at most
@@ -164,7 +159,7 @@ def check_rest(kept, logits_NW, labels_N, temperature):
 @pytest.mark.parametrize("num_entries", [1, 16, 256, 14_018, 20_000])
 @pytest.mark.parametrize("draws", [False, True])
 def test_what_is_known_of_awkward_rows(real_table, temperature, num_entries, draws):
-    order = byte_order(real_table)
+    order = kept_tokens.byte_order(real_table)
     logits = awkward_rows(len(real_table))
     generator = torch.Generator().manual_seed(1)
     labels = torch.randint(len(real_table), (len(logits),), generator=generator)
@@ -180,7 +175,8 @@ def test_what_is_known_of_awkward_rows(real_table, temperature, num_entries, dra
     is_first = order.ids_W[logits[:, order.ids_W].argmax(-1)] == labels
     assert torch.equal(scores.correct_T.bool(), is_first)
     check_rest(kept, logits, labels, temperature)
-    as_they_are = without_draws(kept.scored, kept.num_drawn_N)(torch.arange(len(logits)))[:, :-1]
+    source = kept_tokens.without_draws(kept.scored, kept.num_drawn_N)
+    as_they_are = source(torch.arange(len(logits)))[:, :-1]
     is_kept = as_they_are > -torch.inf
     assert (is_kept.sum(1) <= rows.ids_TK.shape[1] - kept.num_drawn_N).all()
     label_N1 = labels[:, None]
@@ -189,7 +185,7 @@ def test_what_is_known_of_awkward_rows(real_table, temperature, num_entries, dra
 
 
 def test_a_row_that_is_no_distribution_says_nothing():
-    order = byte_order(table_of(SPELLED))
+    order = kept_tokens.byte_order(table_of(SPELLED))
     logits = logits_of(4, len(SPELLED))
     logits[0, 3] = torch.nan
     logits[1] = -torch.inf
@@ -202,16 +198,16 @@ def test_a_row_that_is_no_distribution_says_nothing():
 
 
 def test_rows_of_another_vocabulary_are_refused():
-    order = byte_order(table_of(SPELLED))
+    order = kept_tokens.byte_order(table_of(SPELLED))
     with pytest.raises(ValueError, match="20 logits of 19 tokens"):
-        keep_tokens(logits_of(2, 20), 5, torch.tensor([0, 1]), order)
+        kept_tokens.keep_tokens(logits_of(2, 20), 5, torch.tensor([0, 1]), order)
 
 
 def test_random_numbers_depend_on_the_seed_and_the_text_alone():
-    numbers = uniform_numbers(0, text_key("a"), 2000)
-    assert torch.equal(numbers[:7], uniform_numbers(0, text_key("a"), 7))
-    assert not torch.equal(numbers, uniform_numbers(1, text_key("a"), 2000))
-    assert not torch.equal(numbers, uniform_numbers(0, text_key("b"), 2000))
+    numbers = kept_tokens.uniform_numbers(0, text_key("a"), 2000)
+    assert torch.equal(numbers[:7], kept_tokens.uniform_numbers(0, text_key("a"), 7))
+    assert not torch.equal(numbers, kept_tokens.uniform_numbers(1, text_key("a"), 2000))
+    assert not torch.equal(numbers, kept_tokens.uniform_numbers(0, text_key("b"), 2000))
     assert numbers.min() >= 0 and numbers.max() < 1
     assert abs(float(numbers.mean()) - 0.5) < 0.03
     # of record: caches that go on in another version stay the same

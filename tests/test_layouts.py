@@ -9,31 +9,12 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import ranks
+import steps
 from isogloss import distill
 from isogloss.objective.loss_table import LOSSES
 from isogloss.student.engine import window_ends
 from isogloss.student.stages import NoWeights
 from jobs import check_same_curve, ds_config, job_for, losses_of, run_distill, write_corpus
-from steps import (
-    AS_FLAGS_SAY,
-    SMALL_TILE_MIB,
-    Case,
-    Layout,
-    check_gradients,
-    check_step,
-    check_steps,
-    cut_flags,
-    flags_for,
-    layout_results,
-    packed_and_not,
-    references,
-    references_of,
-    several_teachers,
-    small_collator,
-    start_layout,
-    texts_of_rank,
-    uneven_samples,
-)
 
 pytestmark = pytest.mark.slow
 
@@ -50,14 +31,14 @@ def check(models, texts, tmp_path):
         the StepResults.
     """
     def compare(layouts, losses, cases=None, alternate=False, **changes):
-        flags = flags_for(models, texts, tmp_path, **changes)
-        samples = uneven_samples(texts)
-        expected = references_of(flags, losses, samples)
-        cases = cases or [Case(loss) for loss in losses]
+        flags = steps.flags_for(models, texts, tmp_path, **changes)
+        samples = steps.uneven_samples(texts)
+        expected = steps.references_of(flags, losses, samples)
+        cases = cases or [steps.Case(loss) for loss in losses]
         results = []
         for num_ranks, of_ranks in layouts.items():
-            results += check_steps(expected, num_ranks, flags, samples, of_ranks, cases,
-                                   alternate=alternate)
+            results += steps.check_steps(expected, num_ranks, flags, samples, of_ranks, cases,
+                                         alternate=alternate)
         return results
 
     return compare
@@ -65,9 +46,9 @@ def check(models, texts, tmp_path):
 # --- data parallelism, ZeRO, packing --------------------------------------------------------------
 
 LAYOUTS = {  # ranks: layouts
-    1: [Layout(1, 4, 2), Layout(3, 2, 4)],
-    2: [Layout(0, 2, 2), Layout(1, 1, 4), Layout(2, 4, 1), Layout(3, 2, 2)],
-    4: [Layout(0, 2, 1), Layout(2, 1, 2), Layout(3, 1, 2)],
+    1: [steps.Layout(1, 4, 2), steps.Layout(3, 2, 4)],
+    2: [steps.Layout(0, 2, 2), steps.Layout(1, 1, 4), steps.Layout(2, 4, 1), steps.Layout(3, 2, 2)],
+    4: [steps.Layout(0, 2, 1), steps.Layout(2, 1, 2), steps.Layout(3, 1, 2)],
 }
 
 
@@ -77,63 +58,63 @@ def test_same_loss_and_gradient_in_every_layout(check):
     losses += [name for name, spec in LOSSES.items() if "loss_topk" not in spec.flags]
     flags = {"temperature": 2.0, "seed": 1}
     # two ranks, with the most layouts, take all losses
-    check({2: LAYOUTS[2]}, losses, packed_and_not(losses), alternate=True, **flags)
+    check({2: LAYOUTS[2]}, losses, steps.packed_and_not(losses), alternate=True, **flags)
     check({1: LAYOUTS[1], 4: LAYOUTS[4]}, ["piece_kl", "projection_kl"], **flags)
 
 
 PACKED = {  # ranks: layouts; rows of 250 and 250 positions
-    1: [Layout(2, 8, 1)],
-    2: [Layout(0, 4, 1), Layout(3, 4, 2, {"sequence_parallel": 2})],
+    1: [steps.Layout(2, 8, 1)],
+    2: [steps.Layout(0, 4, 1), steps.Layout(3, 4, 2, {"sequence_parallel": 2})],
 }
 
 
 def test_weights_of_packed_samples_stay_with_their_sample(check, models, untied):
     """Of two teachers; fewer rows than samples, which do not see each other."""
-    two = several_teachers(models, untied, sharded=False)[:2]
-    check(PACKED, [AS_FLAGS_SAY.loss], teacher="", teachers=json.dumps(two), teacher_weights="ce",
-          teacher_alpha=0.7, pack=True)
+    two = steps.several_teachers(models, untied, sharded=False)[:2]
+    check(PACKED, [steps.AS_FLAGS_SAY.loss], teacher="", teachers=json.dumps(two),
+          teacher_weights="ce", teacher_alpha=0.7, pack=True)
 
 
 CUT = [
-    Layout(0, 1, 4),
-    Layout(2, 4, 1),
-    Layout(3, 4, 2, {"sequence_parallel": 2, "teacher_tp": 2}),
+    steps.Layout(0, 1, 4),
+    steps.Layout(2, 4, 1),
+    steps.Layout(3, 4, 2, {"sequence_parallel": 2, "teacher_tp": 2}),
 ]
 
 
 def test_same_loss_and_gradient_of_texts_that_the_limit_cuts(models, texts, tmp_path):
     """However much padding stands behind a cut: alone, beside others, reversed, packed, in shards.
     """
-    flags = flags_for(models, texts, tmp_path, **cut_flags(models))
-    samples = uneven_samples(texts)
-    expected = references_of(flags, ["piece_kl"], samples)
-    cases = [Case("piece_kl"), Case("piece_kl", packed=True)]
-    check_steps(expected, 2, flags, samples[::-1], CUT, cases, tile_mib=0.1)
+    flags = steps.flags_for(models, texts, tmp_path, **steps.cut_flags(models))
+    samples = steps.uneven_samples(texts)
+    expected = steps.references_of(flags, ["piece_kl"], samples)
+    cases = [steps.Case("piece_kl"), steps.Case("piece_kl", packed=True)]
+    steps.check_steps(expected, 2, flags, samples[::-1], CUT, cases, tile_mib=0.1)
 
 
 # --- sequence parallelism -------------------------------------------------------------------------
 
 ALL_STAGES = range(4)
 SEQUENCES = {  # ranks: layouts
-    2: [Layout(stage, 4, 2, {"sequence_parallel": 2}) for stage in ALL_STAGES],
+    2: [steps.Layout(stage, 4, 2, {"sequence_parallel": 2}) for stage in ALL_STAGES],
     # the other stages are in MIXED
-    4: [Layout(stage, 8, 1, {"sequence_parallel": 4, "teacher_tp": 2}) for stage in (1, 2)],
+    4: [steps.Layout(stage, 8, 1, {"sequence_parallel": 4, "teacher_tp": 2}) for stage in (1, 2)],
 }
 # for two tokenizers these are among LAYOUTS
-WHOLE_SEQUENCES = {2: [Layout(stage, 2, 2) for stage in (0, 3)]}
+WHOLE_SEQUENCES = {2: [steps.Layout(stage, 2, 2) for stage in (0, 3)]}
 MIXED = {
     4: [
-        Layout(2, 2, 2, {"sequence_parallel": 2, "teacher_tp": 2}),
-        Layout(1, 4, 1, {"sequence_parallel": 2, "teacher_tp": 4}),
-        Layout(0, 8, 1, {"sequence_parallel": 4, "teacher_tp": 4}),
-        Layout(3, 2, 2, {"sequence_parallel": 2, "activation_checkpointing": True,
-                         "activation_offload": True, "mlp_tiles": 3}),
+        steps.Layout(2, 2, 2, {"sequence_parallel": 2, "teacher_tp": 2}),
+        steps.Layout(1, 4, 1, {"sequence_parallel": 2, "teacher_tp": 4}),
+        steps.Layout(0, 8, 1, {"sequence_parallel": 4, "teacher_tp": 4}),
+        steps.Layout(3, 2, 2, {"sequence_parallel": 2, "activation_checkpointing": True,
+                               "activation_offload": True, "mlp_tiles": 3}),
         # a text a micro-batch, some shorter than its four ranks
-        Layout(3, 1, 8, {"sequence_parallel": 4}),
+        steps.Layout(3, 1, 8, {"sequence_parallel": 4}),
     ],
     8: [
-        Layout(3, 4, 1, {"sequence_parallel": 4, "teacher_tp": 2}),
-        Layout(1, 1, 1, {"teacher_tp": 8}),
+        steps.Layout(3, 4, 1, {"sequence_parallel": 4, "teacher_tp": 2}),
+        steps.Layout(1, 1, 1, {"teacher_tp": 8}),
     ],
 }
 SHARDED_LOSSES = "cross_entropy", "piece_kl", "projection_kl", "gold", "alm"
@@ -141,9 +122,9 @@ SHARDED_LOSSES = "cross_entropy", "piece_kl", "projection_kl", "gold", "alm"
 
 def test_same_loss_and_gradient_with_sequences_in_shards(check, untied):
     """Every ZeRO stage, two and four shards, packed and not."""
-    check(SEQUENCES, SHARDED_LOSSES, packed_and_not(SHARDED_LOSSES), alternate=True)
+    check(SEQUENCES, SHARDED_LOSSES, steps.packed_and_not(SHARDED_LOSSES), alternate=True)
     # with a teacher of the student's tokenizer
-    check(SEQUENCES | WHOLE_SEQUENCES, ["forward_kl"], packed_and_not(["forward_kl"]),
+    check(SEQUENCES | WHOLE_SEQUENCES, ["forward_kl"], steps.packed_and_not(["forward_kl"]),
           teacher=str(untied))
 
 
@@ -164,9 +145,9 @@ def sgd_steps(flags, samples, layouts):
     sgd = {"optimizer": {"type": "SGD", "params": {"lr": 1.0}}, "gradient_clipping": 0.0,
            "zero_allow_untested_optimizer": True}
     for layout in layouts:
-        state, inputs = start_layout(flags, layout, **sgd)
-        collator = small_collator(state.cfg, inputs, state.device)
-        texts = texts_of_rank(samples, layout)
+        state, inputs = steps.start_layout(flags, layout, **sgd)
+        collator = steps.small_collator(state.cfg, inputs, state.device)
+        texts = steps.texts_of_rank(samples, layout)
         before = state.engine.module.collect_weights()
         distill.train_step(state, [collator(examples) for examples in texts])
         after = state.engine.module.collect_weights()
@@ -177,13 +158,13 @@ def sgd_steps(flags, samples, layouts):
 
 def test_a_step_of_plain_sgd_is_the_gradient(models, texts, tmp_path):
     """No factor of ranks, shards, micro-batches or stages is hidden by Adam or by clipping."""
-    flags = flags_for(models, texts, tmp_path)
-    samples = uneven_samples(texts)
-    reference = references_of(flags, ["piece_kl"], samples)["piece_kl"]
-    layouts = [Layout(stage, 2, 2, {"sequence_parallel": 2}) for stage in ALL_STAGES]
+    flags = steps.flags_for(models, texts, tmp_path)
+    samples = steps.uneven_samples(texts)
+    reference = steps.references_of(flags, ["piece_kl"], samples)["piece_kl"]
+    layouts = [steps.Layout(stage, 2, 2, {"sequence_parallel": 2}) for stage in ALL_STAGES]
     moves = ranks.run(4, sgd_steps, flags, samples, layouts)[0]
     for layout, moved in zip(layouts, moves, strict=True):
-        check_gradients(f"4 ranks, {layout}", moved, reference)
+        steps.check_gradients(f"4 ranks, {layout}", moved, reference)
 
 
 LEAN = {"activation_offload": True, "mlp_tiles": 3}
@@ -196,16 +177,17 @@ def test_same_gradient_tied_or_not_tiled_or_not_handed_over_once_or_often(
 
     The step before leaves nothing in the next.
     """
-    samples = uneven_samples(texts)
-    tiled = [Layout(2, 2, 2, LEAN), *[Layout(stage, 1, 4) for stage in ALL_STAGES]]
-    untiled = [Layout(1, 2, 2), Layout(3, 1, 4, LEAN)]
-    cases = [Case("alm"), Case("gold")]
+    samples = steps.uneven_samples(texts)
+    tiled = [steps.Layout(2, 2, 2, LEAN), *[steps.Layout(stage, 1, 4) for stage in ALL_STAGES]]
+    untiled = [steps.Layout(1, 2, 2), steps.Layout(3, 1, 4, LEAN)]
+    cases = [steps.Case("alm"), steps.Case("gold")]
     for student, choice in ((models[0], "micro_batch"), (untied, "window")):
-        flags = flags_for(models, texts, tmp_path, student=str(student), head_gradient=choice,
-                          kd_weight=1.0, ce_weight=1.0, activation_checkpointing=True)
-        expected = references_of(flags, ["gold", "alm"], samples)
-        check_steps(expected, 2, flags, samples, tiled, cases)
-        check_steps(expected, 2, flags | {"tiled": False}, samples, untiled, cases[1:], math.inf)
+        flags = steps.flags_for(models, texts, tmp_path, student=str(student), head_gradient=choice,
+                                kd_weight=1.0, ce_weight=1.0, activation_checkpointing=True)
+        expected = steps.references_of(flags, ["gold", "alm"], samples)
+        steps.check_steps(expected, 2, flags, samples, tiled, cases)
+        steps.check_steps(
+            expected, 2, flags | {"tiled": False}, samples, untiled, cases[1:], math.inf)
 
 
 @pytest.mark.parametrize("more, tolerance", [
@@ -276,7 +258,7 @@ def largest_tensors(flags, samples, changes):
     shares = []
     for change in changes:
         state, inputs = job_for(flags | change)
-        batch = small_collator(state.cfg, inputs, state.device)(samples)
+        batch = steps.small_collator(state.cfg, inputs, state.device)(samples)
         [teacher] = batch.teachers
         with LargestTensor() as largest:
             distill.train_step(state, [batch])
@@ -288,9 +270,9 @@ def largest_tensors(flags, samples, changes):
 
 def test_no_logits_of_all_positions_exist(models, texts, tmp_path):
     """Neither the student's nor the teacher's, forward or backward; the untiled path makes them."""
-    flags = flags_for(models, texts, tmp_path, kd_weight=1.0, ce_weight=1.0,
-                      ds_config=ds_config(tmp_path / "ds.json", 0, 8, 1))
-    samples = uneven_samples(texts)
+    flags = steps.flags_for(models, texts, tmp_path, kd_weight=1.0, ce_weight=1.0,
+                            ds_config=ds_config(tmp_path / "ds.json", 0, 8, 1))
+    samples = steps.uneven_samples(texts)
     changes = [{"loss": loss} for loss in ("piece_kl", "projection_kl", "gold", "uld")]
     changes.append({"tiled": False})
     *tiled, untiled = ranks.run(1, largest_tensors, flags, samples, changes)[0]
@@ -318,7 +300,7 @@ BYTES_PER_TOKEN = {"hidden": 32 * 4, "logits": 500 * 4, "topk": 501 * (4 + 4) + 
 
 
 def test_same_loss_and_gradient_wherever_the_teacher_is(check):
-    layouts = [Layout(2, 1, 2, changes) for changes in TEACHERS]
+    layouts = [steps.Layout(2, 1, 2, changes) for changes in TEACHERS]
     results = check({4: layouts}, ["piece_kl", "projection_kl"], kd_weight=1.0, ce_weight=1.0)
     assert len(results) == 2 * len(TEACHERS)
     for result in results:
@@ -327,16 +309,16 @@ def test_same_loss_and_gradient_wherever_the_teacher_is(check):
 
 
 def test_several_teachers_give_the_sum_of_their_losses(models, untied, texts, tmp_path):
-    flags = flags_for(models, texts, tmp_path, teacher="", normalize_by_vocab=True,
-                      teachers=json.dumps(several_teachers(models, untied)))
-    samples = uneven_samples(texts)
-    cases = [AS_FLAGS_SAY]
-    expected = references_of(flags, [AS_FLAGS_SAY.loss], samples)
-    whole = flags | {"teachers": json.dumps(several_teachers(models, untied, sharded=False))}
-    results = check_steps(expected, 1, whole, samples, [Layout(2, 4, 2)], cases)
-    layouts = [Layout(0, 1, 2), Layout(2, 2, 1), Layout(3, 1, 2)]
-    results += check_steps(expected, 4, flags, samples, layouts, cases)
-    loss = expected[AS_FLAGS_SAY.loss].loss
+    flags = steps.flags_for(models, texts, tmp_path, teacher="", normalize_by_vocab=True,
+                            teachers=json.dumps(steps.several_teachers(models, untied)))
+    samples = steps.uneven_samples(texts)
+    cases = [steps.AS_FLAGS_SAY]
+    expected = steps.references_of(flags, [steps.AS_FLAGS_SAY.loss], samples)
+    whole = flags | {"teachers": json.dumps(steps.several_teachers(models, untied, sharded=False))}
+    results = steps.check_steps(expected, 1, whole, samples, [steps.Layout(2, 4, 2)], cases)
+    layouts = [steps.Layout(0, 1, 2), steps.Layout(2, 2, 1), steps.Layout(3, 1, 2)]
+    results += steps.check_steps(expected, 4, flags, samples, layouts, cases)
+    loss = expected[steps.AS_FLAGS_SAY.loss].loss
     for result in results:
         metrics = result.metrics
         total = 0.3 * metrics["ce"]
@@ -349,22 +331,22 @@ def test_several_teachers_give_the_sum_of_their_losses(models, untied, texts, tm
 
 def check_flags(num_ranks, flags, samples, changes):
     """Compare a step in each change of the flags with its reference; return (results, losses)."""
-    expected = references([flags | change for change in changes], samples)
-    layouts = [Layout(2, 1, 2, change) for change in changes]
-    results = ranks.run(num_ranks, layout_results, flags, samples, layouts, [AS_FLAGS_SAY],
-                        SMALL_TILE_MIB)[0]
+    expected = steps.references([flags | change for change in changes], samples)
+    layouts = [steps.Layout(2, 1, 2, change) for change in changes]
+    results = ranks.run(num_ranks, steps.layout_results, flags, samples, layouts,
+                        [steps.AS_FLAGS_SAY], steps.SMALL_TILE_MIB)[0]
     for result, reference in zip(results, expected, strict=True):
-        check_step(f"{num_ranks} ranks, {result.layout}", result, reference)
+        steps.check_step(f"{num_ranks} ranks, {result.layout}", result, reference)
     return results, [reference.loss for reference in expected]
 
 
 def test_teachers_weigh_as_much_as_they_are_sure(models, untied, texts, tmp_path):
-    two = several_teachers(models, untied)[:2]  # one model twice would tie
-    flags = flags_for(models, texts, tmp_path, teacher="", teachers=json.dumps(two),
-                      kd_weight=1.0, ce_weight=1.0)
+    two = steps.several_teachers(models, untied)[:2]  # one model twice would tie
+    flags = steps.flags_for(models, texts, tmp_path, teacher="", teachers=json.dumps(two),
+                            kd_weight=1.0, ce_weight=1.0)
     changes = [{"teacher_weights": kind, "teacher_alpha": 0.7}
                for kind in ("ce", "entropy", "max_prob", "select")]
-    _, losses = check_flags(4, flags, uneven_samples(texts), changes)
+    _, losses = check_flags(4, flags, steps.uneven_samples(texts), changes)
     assert len({round(loss, 4) for loss in losses}) == len(changes)
 
 
@@ -373,10 +355,10 @@ def test_the_mean_of_teachers_with_one_tokenizer(models, untied, texts, tmp_path
         {"model": str(untied), "tp": 2, "weight": 2.0, "loss": "gold"},
         {"model": str(models[0]), "weight": 0.5, "name": "b", "teacher_output": "logits"},
     ]
-    flags = flags_for(models, texts, tmp_path, teacher="", teachers=json.dumps(teachers),
-                      ce_weight=1.0)
+    flags = steps.flags_for(models, texts, tmp_path, teacher="", teachers=json.dumps(teachers),
+                            ce_weight=1.0)
     changes = [{"teacher_weights": kind} for kind in ("mean_p", "mean_logits")]
-    results, _ = check_flags(4, flags, uneven_samples(texts), changes)
+    results, _ = check_flags(4, flags, steps.uneven_samples(texts), changes)
     for result in results:
         assert result.metrics["kd"] > 0
         # hidden states of the first, logits of the second
@@ -385,18 +367,18 @@ def test_the_mean_of_teachers_with_one_tokenizer(models, untied, texts, tmp_path
 
 def student_passes(flags, samples):
     """Return the micro-step of every pass of the student in a step of two."""
-    layout = Layout(2, 4, 2)
-    state, inputs = start_layout(flags, layout)
-    collator = small_collator(state.cfg, inputs, state.device)
+    layout = steps.Layout(2, 4, 2)
+    state, inputs = steps.start_layout(flags, layout)
+    collator = steps.small_collator(state.cfg, inputs, state.device)
     passes = []
     state.engine.module.model.base_model.register_forward_hook(
         lambda *_: passes.append(state.engine.micro_steps))
-    distill.train_step(state, [collator(texts) for texts in texts_of_rank(samples, layout)])
+    distill.train_step(state, [collator(texts) for texts in steps.texts_of_rank(samples, layout)])
     return passes
 
 
 def test_three_teachers_share_one_student(models, untied, texts, tmp_path):
     """It runs once in a micro-batch; test_batch.py sees that it encodes each text once."""
-    teachers = several_teachers(models, untied, sharded=False)[:3]
-    flags = flags_for(models, texts, tmp_path, teacher="", teachers=json.dumps(teachers))
-    assert ranks.run(1, student_passes, flags, uneven_samples(texts)) == [[0, 1]]
+    teachers = steps.several_teachers(models, untied, sharded=False)[:3]
+    flags = steps.flags_for(models, texts, tmp_path, teacher="", teachers=json.dumps(teachers))
+    assert ranks.run(1, student_passes, flags, steps.uneven_samples(texts)) == [[0, 1]]

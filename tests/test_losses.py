@@ -7,18 +7,8 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
+import cases
 import ranks
-from cases import (
-    F64,
-    Case,
-    NoWait,
-    check_wrong_input,
-    close,
-    gradient,
-    on_meta,
-    shard_error,
-    shards,
-)
 from every_loss import CHUNK_LOSSES, COEFFICIENTS, PROBLEMS, LogitsCase, LossTables
 from isogloss import losses, nodes, policy_losses, translation
 from isogloss.teachers import mixing as teacher_mixing
@@ -35,7 +25,7 @@ def value_and_gradient(problem, *logits, **options):
     x, y = logits or (problem.x, problem.y)
     x = x.detach().clone().requires_grad_()
     value, _ = problem.loss(x, y, **options)
-    return value.detach(), gradient(value, x)
+    return value.detach(), cases.gradient(value, x)
 
 
 @of_every_loss
@@ -49,7 +39,8 @@ def test_equals_its_definition(name, tau):
         assert count == expected_count
         assert abs(value - expected) <= 1e-12 * expected.abs().clamp(min=1e-3)
         if seed < 4:
-            assert close(gradient(value, problem.x), gradient(expected, problem.x), 1e-11), seed
+            gradients = [cases.gradient(each, problem.x) for each in (value, expected)]
+            assert cases.close(*gradients, 1e-11), seed
 
 
 @of_every_loss
@@ -150,7 +141,7 @@ def test_half_precision_is_summed_in_float32(name):
         value, d = value_and_gradient(problem, *logits)
     assert value.dtype == torch.float32 and d.dtype == torch.bfloat16
     assert abs(value - exact) <= 1e-5 * abs(exact)
-    assert close(d.double(), exact_d, 0.01)
+    assert cases.close(d.double(), exact_d, 0.01)
 
 
 @of_every_loss
@@ -161,7 +152,7 @@ def test_terms_add_up_whatever_the_reduction_the_weights_and_the_cut_of_the_batc
     sums_B, counts_B = problem.loss(reduction="sample")
     torch.testing.assert_close(terms_N.sum(), total)
     assert weights_N.sum() == counts_B.sum() == count == len(terms_N)
-    weight = torch.zeros(problem.x.shape[:2], dtype=F64)
+    weight = torch.zeros(problem.x.shape[:2], dtype=cases.F64)
     for b in range(4):
         weight[b] = b + 0.5
         cut = slice(b, b + 1)
@@ -173,7 +164,7 @@ def test_terms_add_up_whatever_the_reduction_the_weights_and_the_cut_of_the_batc
     torch.testing.assert_close(weighted, (factors * sums_B).sum())
     torch.testing.assert_close(weighted_count, (factors * counts_B).sum())
     # a term weighs as the position where it begins, and terms come in the order of these
-    some = torch.rand(weight.shape, dtype=F64) * problem.reads[0]
+    some = torch.rand(weight.shape, dtype=cases.F64) * problem.reads[0]
     weighted_N, some_N = problem.loss(weight_BS=some, reduction="none")
     torch.testing.assert_close(weighted_N, some_N * terms_N)
     place_N = [int((some.flatten() == one).nonzero().squeeze()) for one in some_N]
@@ -184,14 +175,14 @@ def test_terms_add_up_whatever_the_reduction_the_weights_and_the_cut_of_the_batc
 
 @pytest.mark.parametrize("name", CHUNK_LOSSES)
 def test_without_a_chunk_there_is_nothing_and_it_has_a_gradient(name):
-    case = Case(2)
+    case = cases.Case(2)
     tables = LossTables.of(case)
     none = [torch.full_like(chunk, -1) for chunk in case.ids[2:]]
     ids = case.ids._replace(chunk_S=none[0], chunk_T=none[1])
     spec = CHUNK_LOSSES[name]
     value, count = spec.compute(case.x, case.y, ids, spec.list_terms(ids, tables), tables)
     assert value == count == 0
-    assert (gradient(value, case.x) == 0).all()
+    assert (cases.gradient(value, case.x) == 0).all()
 
 
 # --- other paths ----------------------------------------------------------------------------------
@@ -212,21 +203,21 @@ def test_sums_have_a_fixed_order_where_index_add_has_none(name, monkeypatch):
 @pytest.mark.parametrize("name", CHUNK_LOSSES)
 def test_nothing_waits_for_the_device(name):
     """The meta device has no numbers, so whatever reads one back (sizes, masks) fails there."""
-    case = Case(3, samples=4)  # has terms of all kinds
+    case = cases.Case(3, samples=4)  # has terms of all kinds
     tables = LossTables.of(case)
     spec = CHUNK_LOSSES[name]
     terms = spec.list_terms(case.ids, tables)
-    x = on_meta(case.x)
-    with NoWait():
-        value, _ = spec.compute(x, *on_meta([case.y, case.ids, terms, tables]))
+    x = cases.on_meta(case.x)
+    with cases.NoWait():
+        value, _ = spec.compute(x, *cases.on_meta([case.y, case.ids, terms, tables]))
         value.backward()
     assert x.grad.shape == x.shape
 
 
 def test_nothing_of_one_vocabulary_waits_for_the_device():
-    x, y = on_meta([LogitsCase(0).x, LogitsCase(0).y])
+    x, y = cases.on_meta([LogitsCase(0).x, LogitsCase(0).y])
     labels = torch.empty(x.shape[:2], device="meta", dtype=torch.long)
-    with NoWait():
+    with cases.NoWait():
         for name in ("generalized_jsd", "adaptive_kl"):
             for top_k in (0, 3):
                 losses.position_divergence(name, x, y, None, top_k=top_k)[0].backward()
@@ -242,8 +233,8 @@ def sharded(world):
         for name in PROBLEMS:
             problem = PROBLEMS[name](seed, samples=samples)
             sides = problem.x, problem.y
-            bounds = [shards(world, side.shape[-1])[dist.get_rank()] for side in sides]
-            errors[name, seed] = shard_error(problem.loss, sides, bounds, dist.group.WORLD)
+            bounds = [cases.shards(world, side.shape[-1])[dist.get_rank()] for side in sides]
+            errors[name, seed] = cases.shard_error(problem.loss, sides, bounds, dist.group.WORLD)
     dist.destroy_process_group()
     return errors
 
@@ -260,7 +251,7 @@ def test_sharded_columns_give_the_same_value_and_gradient():
 
 def test_wrong_input_is_one_line():
     """An int64 mask would count 50 positions of 10, other widths would shift rows in silence."""
-    case = Case(3)
+    case = cases.Case(3)
     tables = LossTables.of(case)
     x, y = case.x, case.y
     next_S, next_T, chunk_S, chunk_T = case.ids
@@ -281,9 +272,9 @@ def test_wrong_input_is_one_line():
         translation.translated, translation.cell_coverage,
     ):
         names = inspect.signature(function).parameters.keys() & tensors.keys()
-        check_wrong_input(function, {name: tensors[name] for name in names}, no_positions)
+        cases.check_wrong_input(function, {name: tensors[name] for name in names}, no_positions)
     for name in COEFFICIENTS:
-        check_wrong_input(getattr(losses, name), dict(
+        cases.check_wrong_input(getattr(losses, name), dict(
             student_logits_BSV=x, teacher_logits_BSV=x.detach() / 2, mask_BS=mask,
             weight_BS=tensors["weight_BS"]), [])
     with pytest.raises(ValueError, match="the same vocabulary"):
@@ -305,7 +296,7 @@ KNOWN_SIDES = {"projection_kl": (0, 1), "projection_kl, kept": (0,),
 
 @pytest.mark.parametrize("name", KNOWN_SIDES)
 def test_the_padding_of_a_head_is_refused(name):
-    case = Case(4)
+    case = cases.Case(4)
     tables = LossTables.of(case)
     spec = CHUNK_LOSSES[name]
     rest = {}
@@ -328,7 +319,7 @@ def test_the_padding_of_a_head_is_refused(name):
 # --- one loss -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, F64])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, cases.F64])
 @pytest.mark.parametrize("labeled", [0.0, 0.7, 1.0])
 def test_cross_entropy_without_selection_is_that_of_torch_bit_for_bit(dtype, labeled):
     """What the training loop calls: value and gradient equal F.cross_entropy, in any float type."""
@@ -342,7 +333,7 @@ def test_cross_entropy_without_selection_is_that_of_torch_bit_for_bit(dtype, lab
     assert value.dtype == count.dtype == expected.dtype
     assert torch.equal(value, expected)
     assert count == (labels != -100).sum()
-    assert torch.equal(gradient(value, x), gradient(expected, x))
+    assert torch.equal(cases.gradient(value, x), cases.gradient(expected, x))
     # other reductions select rows anyway
     for reduction in ("sample", "none"):
         terms, weights = losses.next_token_cross_entropy(
@@ -371,7 +362,7 @@ def test_teacher_tokens_are_reachable_by_a_weight_and_important_where_a_chunk_is
     likelihoods = torch.tensor([[0.9, 0.1], [1.0, 0.0], [0.0, 1.0]])
     reachable = losses.reachable_tokens(indices, likelihoods, 6)
     assert reachable.tolist() == [True, True, True, False, False, False]
-    case = Case(6)
+    case = cases.Case(6)
     chunk = case.ids.chunk_T
     y = torch.where((chunk >= 0)[..., None], case.y, torch.nan)
     assert torch.equal(losses.teacher_importance(y, chunk), case.y[chunk >= 0].amax(0))
@@ -383,7 +374,7 @@ def test_teacher_tokens_are_reachable_by_a_weight_and_important_where_a_chunk_is
 
 def test_average_of_teachers():
     x = LogitsCase(8).y
-    y = torch.randn(x.shape, dtype=F64)
+    y = torch.randn(x.shape, dtype=cases.F64)
     p, q = x.softmax(-1), y.softmax(-1)
     for weights in (torch.tensor([0.2, 0.8]), torch.tensor([1.0, 0.0])):
         mean = teacher_mixing.average_teachers([x, y], weights).exp()

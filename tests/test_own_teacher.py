@@ -4,22 +4,15 @@ import json
 
 import pytest
 
+import jobs
 import ranks
-from jobs import (
-    check_refusals,
-    check_same_curve,
-    ds_config,
-    job_for,
-    losses_of,
-    run_all,
-    write_corpus,
-)
 
 
 def own_flags(models, texts, folder, stage=1, **more):
     """Return the flags of a run in which a student is its own teacher."""
-    flags = {"student": str(models[0]), "teacher": "self", "data": write_corpus(folder, texts, 20),
-             "ds_config": ds_config(folder / f"ds{stage}.json", stage, 2, 1), "max_length": 60,
+    flags = {"student": str(models[0]), "teacher": "self",
+             "data": jobs.write_corpus(folder, texts, 20),
+             "ds_config": jobs.ds_config(folder / f"ds{stage}.json", stage, 2, 1), "max_length": 60,
              "steps": 4, "output_dir": str(folder / "run")}
     return flags | more
 
@@ -36,10 +29,10 @@ def test_a_live_teacher_says_what_the_student_says(models, texts, tmp_path, num_
     flags = own_flags(models, texts, tmp_path, stage, teacher_ema=0.0, **more)
     alone = flags | {"teacher": "", "kd_weight": 0.0, "output_dir": str(tmp_path / "alone")}
     del alone["teacher_ema"]
-    run_all(num_ranks, argv_of(flags), argv_of(alone))
-    lines = losses_of(tmp_path / "run")
+    jobs.run_all(num_ranks, argv_of(flags), argv_of(alone))
+    lines = jobs.losses_of(tmp_path / "run")
     assert all(abs(line["kd"]) < 1e-6 for line in lines)
-    for line, expected in zip(lines, losses_of(tmp_path / "alone"), strict=True):
+    for line, expected in zip(lines, jobs.losses_of(tmp_path / "alone"), strict=True):
         assert line["ce"] == pytest.approx(expected["ce"], rel=1e-5)
         assert line["grad_norm"] == pytest.approx(expected["grad_norm"], rel=1e-4)
 
@@ -49,7 +42,7 @@ def mean_weights(flags):
     from isogloss import distill
     from isogloss.inputs import build_collator
 
-    state, inputs = job_for(flags)
+    state, inputs = jobs.job_for(flags)
     collate = build_collator(state.cfg, inputs, state.device)
     means = {name: weight.detach().double() for name, weight in
              state.engine.module.whole_weights()}
@@ -83,7 +76,7 @@ def shared_weights(flags):
     from isogloss.build import resume
     from isogloss.inputs import build_collator
 
-    state, inputs = job_for(flags)
+    state, inputs = jobs.job_for(flags)
     resume(state, inputs)
     [setup] = state.teachers
     places = {weight.data_ptr() for weight in state.engine.module.parameters()}
@@ -114,22 +107,23 @@ def test_means_go_on_bit_for_bit(models, texts, tmp_path):
         whole, halves, other = [flags | {"output_dir": str(tmp_path / f"{name}_{kind}")}
                                 for kind in ("whole", "halves", "other")]
         first = {"steps": 2, "extend_schedule": True}
-        run_all(2, argv_of(whole), argv_of(halves | first), argv_of(other | first))
-        run_all(2, argv_of(halves | {"extend_schedule": True}))
-        changed = {"ds_config": ds_config(tmp_path / "ds.json", 1, 4, 1), "extend_schedule": True}
-        run_all(1, argv_of(other | changed))
-        lines = losses_of(tmp_path / f"{name}_whole")
-        assert losses_of(tmp_path / f"{name}_halves") == lines and lines[-1]["kd"] > 1e-6
-        check_same_curve(lines, losses_of(tmp_path / f"{name}_other"), 1e-4, 1e-7)
+        jobs.run_all(2, argv_of(whole), argv_of(halves | first), argv_of(other | first))
+        jobs.run_all(2, argv_of(halves | {"extend_schedule": True}))
+        changed = {"ds_config": jobs.ds_config(tmp_path / "ds.json", 1, 4, 1),
+                   "extend_schedule": True}
+        jobs.run_all(1, argv_of(other | changed))
+        lines = jobs.losses_of(tmp_path / f"{name}_whole")
+        assert jobs.losses_of(tmp_path / f"{name}_halves") == lines and lines[-1]["kd"] > 1e-6
+        jobs.check_same_curve(lines, jobs.losses_of(tmp_path / f"{name}_other"), 1e-4, 1e-7)
     # one that stays as it was is farther away
     frozen = own_flags(models, texts, tmp_path, 2)
-    run_all(2, argv_of(frozen))
-    assert losses_of(tmp_path / "run")[-1]["kd"] > 1.1 * lines[-1]["kd"]
+    jobs.run_all(2, argv_of(frozen))
+    assert jobs.losses_of(tmp_path / "run")[-1]["kd"] > 1.1 * lines[-1]["kd"]
 
 
 def test_what_a_teacher_cannot_follow_is_refused(models, texts, tmp_path):
     flags = own_flags(models, texts, tmp_path, teacher_ema=0.9)
-    check_refusals(flags, [
+    jobs.check_refusals(flags, [
         ({}, "nothing is wrong"),
         ({"teacher": str(models[1])}, f"--teacher_ema 0.9: follows the student, and --teacher is "
                                       f"{models[1]}; use --teacher self"),

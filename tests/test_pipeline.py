@@ -27,6 +27,7 @@ from steps import (
     check_gradients,
     cut_flags,
     flags_for,
+    keep_gradients,
     references,
     several_teachers,
     small_collator,
@@ -126,7 +127,7 @@ def take_step(flags, step, samples):
         check_packing(state)
     collator = small_collator(state.cfg, inputs, state.device)
     micro_batches = [collator(texts) for texts in texts_of_rank(samples, step)]
-    gradients = keep_gradients(state)
+    gradients = keep_gradients(state.engine, state.engine.optimizer)
     metrics = distill.train_step(state, micro_batches).metrics()
     kept = dict(gradients)
     distill.train_step(state, micro_batches[::-1])
@@ -148,23 +149,6 @@ def take_bad_step(state, micro_batches):
     distill.term_weights = term_weights
     after = list(state.engine.module.parameters())
     return not all(torch.equal(*both) for both in zip(weights, after, strict=True))
-
-
-def keep_gradients(state):
-    """Return a dict that every optimizer step fills with this stage's averaged gradients."""
-    from deepspeed.utils import safe_get_full_grad
-
-    gradients = {}
-    optimizer = state.engine.optimizer
-    take = optimizer.step
-
-    def step(*args, **options):
-        for name, parameter in state.engine.module.model.named_parameters():
-            gradients[name] = safe_get_full_grad(parameter).clone()
-        return take(*args, **options)
-
-    optimizer.step = step
-    return gradients
 
 
 def teacher_models(state):

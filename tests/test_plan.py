@@ -183,11 +183,14 @@ def test_what_is_sent_is_what_is_counted(cfg):
             assert need.network["gradients"] == pytest.approx(outside)
 
 
-def test_teachers_of_zero3_gather_their_weights(cfg):
+def test_teachers_of_zero3_gather_their_weights_and_ranks_of_teachers_hold_no_student(cfg):
     shape = shape_of("teacher", cfg.teacher)
     need = plan(replace(cfg, teacher_engine="zero3"), 4, per_node=2)
     assert need.sends[f"teacher {cfg.teacher}"] == 2 * shape.weights * 3 / 4
     assert need.network[f"teacher {cfg.teacher}"] == 2 * shape.weights * 3 / 4 / 2
+    weights = shape_of("student", cfg.student).weights
+    need = plan(replace(cfg, teacher_ranks=2), 6, stage=1, per_node=6)
+    assert need.sends["gradients"] == 2 * 2 * weights * 3 / 4  # 4 ranks
 
 
 # what distill.py refuses -> (flags, ranks, ranks of a node)
@@ -212,12 +215,6 @@ def test_what_distill_refuses_is_not_approved(cfg, message):
         Path(cfg.ds_config).write_text(json.dumps(config))
     with pytest.raises(ValueError, match=re.escape(message)):
         plan(replace(cfg, **flags), num_ranks, per_node=per_node)
-
-
-def test_ranks_of_teachers_are_none_of_the_student(cfg):
-    weights = shape_of("student", cfg.student).weights
-    need = plan(replace(cfg, teacher_ranks=2), 6, stage=1, per_node=6)
-    assert need.sends["gradients"] == 2 * 2 * weights * 3 / 4  # 4 ranks
 
 
 def test_a_recipe_says_for_which_gpus_it_is(tmp_path):

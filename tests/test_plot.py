@@ -51,9 +51,7 @@ def test_held_out_bits_come_first_and_each_teacher_has_a_panel(runs, tmp_path, c
         is_color = (abs(pixels * 255 - color) < 2).all(-1)
         width = is_color.shape[1] // 3
         assert all(is_color[:, number * width : (number + 1) * width].any() for number in range(3))
-
-
-def test_without_metrics_what_the_runs_have_is_drawn(runs, capsys):
+    # without --metrics what the run has is drawn
     plot.cli([str(runs[0])])
     titles = [line for line in capsys.readouterr().out.splitlines() if line[:1].strip()]
     assert titles == [curves.FIRST, "eval/kd/A", "loss"]

@@ -10,17 +10,9 @@ import warnings
 import pytest
 import torch
 import torch.distributed as dist
+import transformers
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
-from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    AutoModelForImageTextToText,
-    AutoTokenizer,
-    MixtralConfig,
-    Qwen2Config,
-    dynamic_module_utils,
-)
 
 import ranks
 from conftest import asset
@@ -122,7 +114,7 @@ def edit_json(path, **changes):
 
 def answer_yes(modules):
     """Let every question that is asked on this rank be answered with y."""
-    dynamic_module_utils.HF_MODULES_CACHE = modules
+    transformers.dynamic_module_utils.HF_MODULES_CACHE = modules
     sys.stdin = io.StringIO("y\n" * 99)
 
 
@@ -170,7 +162,7 @@ def edit_tensors(source, target, edit):
 def test_tools_run_custom_code_with_the_flag_alone(models, tmp_path, monkeypatch, capsys, role):
     monkeypatch.setattr(sys, "path", [*sys.path])
     monkeypatch.setattr(sys, "stdin", sys.stdin)
-    monkeypatch.setattr(dynamic_module_utils, "HF_MODULES_CACHE", "")
+    monkeypatch.setattr(transformers.dynamic_module_utils, "HF_MODULES_CACHE", "")
     answer_yes(str(tmp_path / "modules"))
     marker = tmp_path / "marker"
     flags = {"student": models[0], "teacher": models[1], "embedding_model": models[1]}
@@ -210,9 +202,10 @@ def test_surplus_parts_and_missing_prefixes_are_no_error(models, tmp_path):
 
 
 def test_an_attention_that_a_model_does_not_have(tmp_path):
-    config = AutoConfig.for_model("gpt_neo", vocab_size=8, hidden_size=8, num_layers=1, num_heads=2,
-                                  attention_types=[[["global"], 1]])
-    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    config = transformers.AutoConfig.for_model("gpt_neo", vocab_size=8, hidden_size=8,
+                                               num_layers=1, num_heads=2,
+                                               attention_types=[[["global"], 1]])
+    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
     line = f"--attention sdpa: GPTNeoForCausalLM of --teacher {tmp_path} does not have it; use auto"
     with pytest.raises(ValueError, match=re.escape(line)):
         check_weights("teacher", str(tmp_path), attention="sdpa")
@@ -257,8 +250,8 @@ def test_the_language_model_of_one_that_also_sees(tmp_path):
                 num_attention_heads=4, num_key_value_heads=2, head_dim=8)
     vision = dict(hidden_size=32, intermediate_size=48, depth=2, num_heads=4, patch_size=14,
                   out_hidden_size=32)
-    config = AutoConfig.for_model("qwen3_5", text_config=text, vision_config=vision)
-    AutoModelForImageTextToText.from_config(config).save_pretrained(tmp_path)
+    config = transformers.AutoConfig.for_model("qwen3_5", text_config=text, vision_config=vision)
+    transformers.AutoModelForImageTextToText.from_config(config).save_pretrained(tmp_path)
     names = load_file(tmp_path / "model.safetensors")
     assert any("visual" in name for name in names)
     check_weights("student", str(tmp_path))
@@ -272,7 +265,7 @@ def test_the_language_model_of_one_that_also_sees(tmp_path):
 def test_a_line_says_that_a_routers_own_loss_is_not_learned(tmp_path, monkeypatch, capsys, asks):
     from isogloss import inputs
 
-    MixtralConfig(output_router_logits=asks).save_pretrained(tmp_path)
+    transformers.MixtralConfig(output_router_logits=asks).save_pretrained(tmp_path)
     monkeypatch.setattr(inputs.dist, "get_rank", lambda: 0)
     inputs.check_student_class(str(tmp_path))
     assert ("the loss of its router" in capsys.readouterr().err) == asks
@@ -286,11 +279,11 @@ def test_text_is_cut_as_the_tokenizers_file_says(tmp_path):
     is: its student would be trained on ids that no one else makes of the text."""
     tok512 = asset("tokenizers", "tok512")
     file = Tokenizer.from_file(str(tok512 / "tokenizer.json"))
-    Qwen2Config(vocab_size=512).save_pretrained(tmp_path)
-    AutoTokenizer.from_pretrained(tok512).save_pretrained(tmp_path)
+    transformers.Qwen2Config(vocab_size=512).save_pretrained(tmp_path)
+    transformers.AutoTokenizer.from_pretrained(tok512).save_pretrained(tmp_path)
     text = "Once,  there\n\nwas a naïve 12345"
     ids = file.encode(text, add_special_tokens=False).ids
-    made = AutoTokenizer.from_pretrained(tmp_path)
+    made = transformers.AutoTokenizer.from_pretrained(tmp_path)
     assert made(text, add_special_tokens=False)["input_ids"] != ids
     with pytest.warns(UserWarning, match="--student .*makes a Qwen2Tokenizer of it, which cuts"):
         tokenizer, _ = load_tokenizer("student", str(tmp_path))

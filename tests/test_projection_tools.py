@@ -20,29 +20,18 @@ from isogloss.projection_tools import (
     compare,
     cut,
     exact,
+    files,
     generate,
     multitoken,
     pairs,
     show,
 )
 from isogloss.projection_tools.arrays import fill_empty, pack
-from isogloss.projection_tools.files import (
-    as_tables,
-    cached,
-    load_projection,
-    load_tables,
-    save_atomically,
-)
 from isogloss.projection_tools.tokenizers import Pair
 from isogloss.spelling import link_special_tokens, spell as spell_tokens
 from test_spell import without_padding
 from tokens import real
 from wrong_input import error_line
-
-
-@pytest.fixture(scope="module")
-def pair(tokenizers, tables):
-    return Pair.of(*tokenizers, tables=tables)
 
 
 @pytest.fixture(scope="module")
@@ -272,7 +261,7 @@ def test_llama3_and_qwen2():
     assert len(halves) > 500
     assert (indices[halves, 0] >= 0).all()
     assert set(build.empty_row_reasons(pair, indices)) == {"control tokens without a counterpart"}
-    facts = cells.statistics(cells.build_translation(pair), pair)
+    facts = cells.statistics(cells.build_translation(pair))
     assert facts["cells"] == 109_564 + 2  # of text, and two pairs of control tokens
 
 
@@ -298,7 +287,7 @@ def test_the_tables_of_a_translation_are_written(tmp_path, capsys):
     folders = [str(asset("models", name)) for name in ("stories260K", "tinytalk_neo_3M")]
     cells.cli(["--student", folders[0], "--teacher", folders[1], "--output", str(path)])
     assert "cells: 411" in capsys.readouterr().out
-    written = load_tables(path)
+    written = files.load_tables(path)
     expected = cells.build_translation(Pair.load(*folders))
     for name in Tables._fields:
         if name == "num_cells":
@@ -371,17 +360,17 @@ def test_no_dense_matrix():
 
 
 def test_files_hold_what_was_saved(pair, projection, tmp_path):
-    tables = as_tables(projection, pair, "test")
+    tables = files.as_tables(projection, pair, "test")
     for name in ("p.pt", "p.safetensors"):
-        save_atomically(tables, tmp_path / name)
-        back = load_projection(tmp_path / name, pair)
+        files.save_atomically(tables, tmp_path / name)
+        back = files.load_projection(tmp_path / name, pair)
         assert torch.equal(back["indices"], tables["indices"])
         assert back["tool"] == "test"
         assert torch.allclose(back["likelihoods"], tables["likelihoods"], atol=1e-7)
         # read by the public NeMo-RL tools under these names
         assert {"student_model_id", "teacher_model_id"} <= back.keys()
         with pytest.raises(ValueError, match="made for another student tokenizer"):
-            load_projection(tmp_path / name, swapped(pair))
+            files.load_projection(tmp_path / name, swapped(pair))
 
 
 def test_files_of_other_tools_load(pair, projection, tmp_path):
@@ -392,7 +381,7 @@ def test_files_of_other_tools_load(pair, projection, tmp_path):
     weights = torch.from_numpy(likelihoods).bfloat16()
     content = {"indices": ids.flip(1), "likelihoods": weights.flip(1), "model_A_id": "a"}
     torch.save(content, path)
-    back = load_projection(path, pair)
+    back = files.load_projection(path, pair)
     # The order of equal weights is free, so the ids of a row are compared as a set.
     assert torch.equal(back["indices"].sort(1).values, ids.sort(1).values)
     assert torch.equal(back["indices"][:, 0] >= 0, ids[:, 0] >= 0)
@@ -400,7 +389,7 @@ def test_files_of_other_tools_load(pair, projection, tmp_path):
 
     # Without the -1, unused slots hold any id, with weight 0.
     torch.save({"indices": ids.clamp(min=0), "likelihoods": weights}, path)
-    assert torch.equal(load_projection(path, pair)["indices"], ids)
+    assert torch.equal(files.load_projection(path, pair)["indices"], ids)
 
     # Contradictions are repaired and counted.
     row = int(np.flatnonzero(indices[:, 1] >= 0)[0])
@@ -410,7 +399,7 @@ def test_files_of_other_tools_load(pair, projection, tmp_path):
     torch.save({"indices": ids, "likelihoods": weights}, path)
     message = "1 unused slots have a weight, 1 rows do not sum to 1; repaired"
     with pytest.warns(UserWarning, match=message):
-        back = load_projection(path, pair)
+        back = files.load_projection(path, pair)
     assert np.allclose(back["likelihoods"].numpy(), likelihoods, atol=4e-3)
 
 
@@ -427,7 +416,7 @@ def test_files_with_the_scale_trick_lose_its_column(pair, projection, tmp_path):
     torch.save({"indices": torch.from_numpy(ids), "likelihoods": torch.from_numpy(tricked),
                 "enable_scale_trick": True}, path)
     with pytest.warns(UserWarning, match="scale trick; its last column is left out"):
-        back = load_projection(path, pair)
+        back = files.load_projection(path, pair)
     assert (back["indices"][several][:, 3] == -1).all()
     assert np.allclose(back["likelihoods"][several].numpy(), likelihoods[several], atol=1e-6)
 
@@ -448,10 +437,10 @@ def test_another_eos_is_another_pair(tokenizers, tmp_path):
     # A file knows which of the two it was made for.
     path = tmp_path / "p.pt"
     torch.save(projections[0], path)
-    load_projection(path, pairs[0])
+    files.load_projection(path, pairs[0])
     message = "another teacher tokenizer .roles eos 1?.*, this one has eos 7"
     with pytest.raises(ValueError, match=message):
-        load_projection(path, pairs[1])
+        files.load_projection(path, pairs[1])
 
 
 def build_slowly(folder, marks):
@@ -462,7 +451,7 @@ def build_slowly(folder, marks):
             file.write("x")
         return {"x": torch.ones(2)}
 
-    assert cached("t.pt", make, folder)["x"].sum() == 2
+    assert files.cached("t.pt", make, folder)["x"].sum() == 2
 
 
 def test_the_cache_builds_once_and_repairs_a_damaged_file(tmp_path):
@@ -517,8 +506,8 @@ def test_the_chain_of_command_lines_equals_build(models, tmp_path, capsys):
     run(cut, projection=file["b"], output=file["c"], top_k=4)
     out = run(build, output=file["d"])
     assert "empty: 2 control tokens" in out
-    built = load_tables(file["d"])
-    assert torch.equal(built["indices"], load_tables(file["c"])["indices"])
+    built = files.load_tables(file["d"])
+    assert torch.equal(built["indices"], files.load_tables(file["c"])["indices"])
     assert built["tool"].startswith("isogloss projection_tools.build --top-k 4 --max-pieces 4")
     # The model ids have keys of their own.
     assert "--student" not in built["tool"]

@@ -76,17 +76,14 @@ def test_the_lines_to_copy_work(tokenizers, models, texts):
     assert scope["loss"] > 0
 
 
-def test_the_files_to_copy_are_counted():
+def test_the_readme_is_short_and_counts_the_files_to_copy():
+    assert len(README.split()) <= 1800
+    assert "Several GPUs: not measured" in README.split("\n- ")[0]  # what is missing: first screen
     [names] = re.findall(r"^    cp (.*) YOUR_FOLDER$", README, re.M)
     lines = sum(len((ROOT / name).read_text().splitlines()) for name in names.split())
     [said] = re.findall(r"six files \(about ([\d,]+) lines\)", README)
     assert len(names.split()) == 6
     assert abs(int(said.replace(",", "")) - lines) < 100
-
-
-def test_the_readme_is_short():
-    assert len(README.split()) <= 1800
-    assert "Several GPUs: not measured" in README.split("\n- ")[0]  # what is missing: first screen
 
 
 @pytest.mark.parametrize("page", [page for page in PAGES if commands(page.read_text())],

@@ -7,12 +7,6 @@ import pytest
 import torch
 
 from isogloss import rollout
-from isogloss.rollout import (
-    Prompt,
-    gumbel_noise,
-    needs_equal_lengths,
-    write,
-)
 
 VOCAB = 11
 STOP = 3
@@ -29,7 +23,7 @@ def prompts(count, longest=9, limit=20):
     found = []
     for number in range(count):
         ids = [(7 * number + place) % VOCAB for place in range(1 + number % longest)]
-        found.append(Prompt(ids, (5, number, 0), limit - number % 4))
+        found.append(rollout.Prompt(ids, (5, number, 0), limit - number % 4))
     return found
 
 
@@ -41,7 +35,7 @@ def test_tensors_mix_as_integers_do():
 
 def test_the_noise_is_gumbel():
     """Mean, variance, and the exact probability of large values, which choose rare tokens."""
-    noise = gumbel_noise(torch.arange(400) * 7919, 5000).double()
+    noise = rollout.gumbel_noise(torch.arange(400) * 7919, 5000).double()
     n = noise.numel()
     assert abs(noise.mean() - 0.5772156649) < 5 * math.sqrt(math.pi**2 / 6 / n)
     assert abs(noise.var() - math.pi**2 / 6) < 0.02
@@ -67,8 +61,8 @@ class Fixed(torch.nn.Module):
 @pytest.mark.parametrize("temperature, top_p", [(1.0, 1.0), (0.6, 1.0), (1.5, 0.8)])
 def test_tokens_are_drawn_by_their_probability(temperature, top_p):
     logits = torch.tensor([2.0, 1.0, 0.5, 0.0, -1.0, -3.0])
-    starts = [Prompt([0], (1, number), 50) for number in range(200)]
-    found = write(Fixed(logits), starts, [], temperature=temperature, top_p=top_p)
+    starts = [rollout.Prompt([0], (1, number), 50) for number in range(200)]
+    found = rollout.write(Fixed(logits), starts, [], temperature=temperature, top_p=top_p)
     counts = torch.bincount(torch.cat([completion.ids for completion in found]), minlength=6)
     p = (logits / temperature).softmax(0)
     # sorted already: keep what begins below top_p
@@ -89,8 +83,8 @@ def test_tokens_are_drawn_by_their_probability(temperature, top_p):
 @pytest.mark.parametrize("batch_size", [1, 4, 64])
 def test_a_completion_does_not_depend_on_its_batch(model, batch_size):
     starts = prompts(13)
-    alone = [write(model, [start], [STOP], VOCAB)[0] for start in starts]
-    together = write(model, list(reversed(starts)), [STOP], VOCAB, batch_size=batch_size)
+    alone = [rollout.write(model, [start], [STOP], VOCAB)[0] for start in starts]
+    together = rollout.write(model, list(reversed(starts)), [STOP], VOCAB, batch_size=batch_size)
     for first, second in zip(alone, reversed(together), strict=True):
         assert torch.equal(first.ids, second.ids)
         assert first.ended == second.ended
@@ -137,17 +131,17 @@ def test_what_is_written_has_the_probabilities_of_a_forward_pass(kind):
     """Prompts of all lengths, of which some end before others; layers that are no attention too."""
     expected, more = KINDS[kind]
     model = model_of(kind, **more)
-    equal_lengths = needs_equal_lengths(model, VOCAB)
+    equal_lengths = rollout.needs_equal_lengths(model, VOCAB)
     assert equal_lengths == expected
     starts = prompts(12, longest=4, limit=6)
-    completions = write(model, starts, [STOP], VOCAB, equal_lengths=equal_lengths)
+    completions = rollout.write(model, starts, [STOP], VOCAB, equal_lengths=equal_lengths)
     assert len({len(completion.ids) for completion in completions}) > 2
     check_probabilities(model, starts, completions)
 
 
 def test_a_model_that_cannot_write_says_so_in_one_line():
     with pytest.raises(ValueError, match=r"cannot write .* returns no key/value cache") as error:
-        needs_equal_lengths(model_of("mamba", state_size=8), VOCAB)
+        rollout.needs_equal_lengths(model_of("mamba", state_size=8), VOCAB)
     assert "\n" not in str(error.value)
 
     class Wrong(Fixed):
@@ -160,13 +154,13 @@ def test_a_model_that_cannot_write_says_so_in_one_line():
                 logits=-self.logits.expand(*input_ids.shape, -1))
 
     with pytest.raises(ValueError, match="off by up to 4 nats"):
-        needs_equal_lengths(Wrong(torch.tensor([2.0, -2.0])), 2)
+        rollout.needs_equal_lengths(Wrong(torch.tensor([2.0, -2.0])), 2)
 
 
 def test_copies_and_seeds_differ():
     model = Fixed(torch.zeros(500))
     keys = [(0, 1, 0), (0, 1, 1), (0, 2, 0), (1, 1, 0)]
-    found = write(model, [Prompt([0], key, 30) for key in keys], [])
+    found = rollout.write(model, [rollout.Prompt([0], key, 30) for key in keys], [])
     for number, completion in enumerate(found):
         for other in found[:number]:
             assert not torch.equal(completion.ids, other.ids)
@@ -176,10 +170,10 @@ def test_mode_and_random_state_stay(model):
     model.train()
     torch.manual_seed(7)
     before = torch.get_rng_state()
-    write(model, prompts(3), [STOP], VOCAB)
+    rollout.write(model, prompts(3), [STOP], VOCAB)
     assert model.training and torch.equal(torch.get_rng_state(), before)
     model.eval()
-    write(model, prompts(3), [STOP], VOCAB)
+    rollout.write(model, prompts(3), [STOP], VOCAB)
     assert not model.training
 
 
@@ -196,33 +190,36 @@ def test_processes_take_as_many_passes(model):
 
         calls = []
         handle = model.register_forward_pre_hook(lambda *_, calls=calls: calls.append(1))
-        completions = write(model, own, [STOP], VOCAB, batch_size=4, agree=agree)
+        completions = rollout.write(model, own, [STOP], VOCAB, batch_size=4, agree=agree)
         handle.remove()
         passes.append(len(calls))
         assert len(completions) == len(own)
     assert passes[1] == 40 and passes[0] >= 40
 
 
-def test_nothing_to_write(model):
-    assert write(model, [], [STOP]) == []
-    completion, = write(model, [Prompt([1], (0,), 0)], [STOP], VOCAB)
+def test_nothing_to_write_and_written_batches_are_reported(model):
+    assert rollout.write(model, [], [STOP]) == []
+    completion, = rollout.write(model, [rollout.Prompt([1], (0,), 0)], [STOP], VOCAB)
     assert len(completion.ids) == 0 and not completion.ended
+    reported = []
+    rollout.write(model, prompts(13), [STOP], VOCAB, batch_size=5, on_written=reported.append)
+    assert sorted(reported) == [3, 5, 5]
 
 
 def test_wrong_prompts_and_models():
     with pytest.raises(ValueError, match="no token"):
-        write(Fixed(torch.zeros(4)), [Prompt([], (0,), 5)], [])
+        rollout.write(Fixed(torch.zeros(4)), [rollout.Prompt([], (0,), 5)], [])
     forgetful = Fixed(torch.zeros(4))
     forgetful.forward = lambda input_ids, **_: SimpleNamespace(logits=torch.zeros(1, 1, 4))
     with pytest.raises(ValueError, match="no key/value cache"):
-        write(forgetful, [Prompt([0], (0,), 5)], [])
+        rollout.write(forgetful, [rollout.Prompt([0], (0,), 5)], [])
 
 
 def test_at_temperature_0_every_token_is_the_most_likely_one(model):
     """Step by step, by a forward pass over the whole text, without a cache."""
     starts = prompts(11)
     stops = {STOP, 0, 7}
-    found = write(model, starts, list(stops), VOCAB, temperature=0, batch_size=4)
+    found = rollout.write(model, starts, list(stops), VOCAB, temperature=0, batch_size=4)
     assert {completion.ended for completion in found} == {True, False}
     for start, completion in zip(starts, found, strict=True):
         ids = list(start.ids)
@@ -238,7 +235,7 @@ def test_at_temperature_0_every_token_is_the_most_likely_one(model):
 def test_a_completion_ends_where_its_prompt_says_so(model):
     """It is asked after every token, up to the first yes; others go on as if nothing was asked."""
     starts = prompts(12)
-    whole = write(model, starts, [STOP], VOCAB)
+    whole = rollout.write(model, starts, [STOP], VOCAB)
     asked = {}
 
     def is_complete_of(number):
@@ -251,7 +248,7 @@ def test_a_completion_ends_where_its_prompt_says_so(model):
     for number in range(0, 12, 2):
         starts[number].is_complete = is_complete_of(number)
     num_early = 0
-    found = write(model, starts, [STOP], VOCAB, batch_size=5)
+    found = rollout.write(model, starts, [STOP], VOCAB, batch_size=5)
     for number, (completion, of_whole) in enumerate(zip(found, whole, strict=True)):
         ids = of_whole.ids.tolist()
         ended = of_whole.ended
@@ -268,9 +265,3 @@ def test_a_completion_ends_where_its_prompt_says_so(model):
         assert completion.ended == ended
         torch.testing.assert_close(completion.logp, of_whole.logp[: len(ids)], rtol=0, atol=5e-5)
     assert num_early >= 3
-
-
-def test_written_batches_are_reported(model):
-    reported = []
-    write(model, prompts(13), [STOP], VOCAB, batch_size=5, on_written=reported.append)
-    assert sorted(reported) == [3, 5, 5]

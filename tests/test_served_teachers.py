@@ -6,20 +6,11 @@ import numpy as np
 import pytest
 import torch
 
+import jobs
 import ranks
 from isogloss import distill
 from isogloss.teachers.served import ServedTeacher, groups_of, scored_text
 from isogloss.teachers.text_server import Likely
-from jobs import (
-    check_refusals,
-    check_same_curve,
-    ds_config,
-    losses_of,
-    run_all,
-    run_and_listen,
-    run_distill,
-    write_corpus,
-)
 from test_cached_teachers import write
 from text_servers import StandIn
 
@@ -112,7 +103,7 @@ def test_requests_hold_whole_texts():
 
 
 def flags_of_job(models, data, folder, *flags):
-    config = ds_config(folder / "ds.json", 0, 2, 2)
+    config = jobs.ds_config(folder / "ds.json", 0, 2, 2)
     return [f"--student={models[0]}", f"--ds_config={config}", f"--data={data}", "--steps=4",
             "--max_length=80", "--eval_rows=3", "--eval_every=2", *flags]
 
@@ -133,12 +124,12 @@ def check_same(ours, expected):
             other.pop(name, None)
         # the entropy of a truncated row is a lower bound
         assert line.pop("eval/teacher_entropy", 0) <= other.pop("eval/teacher_entropy", 0) + 1e-5
-    check_same_curve(expected, ours, 2e-5, 1e-6)
+    jobs.check_same_curve(expected, ours, 2e-5, 1e-6)
 
 
 def run_with_key(*argv_list):
     os.environ["TEACHER_API_KEY"] = KEY
-    return run_and_listen(*argv_list)
+    return jobs.run_and_listen(*argv_list)
 
 
 @pytest.mark.slow
@@ -147,8 +138,8 @@ def test_a_job_with_a_server_is_one_with_the_same_teacher_here(models, texts, tm
 
     A resumed run may find the server elsewhere.
     """
-    common = [*flags_of_job(models, write_corpus(tmp_path, texts, 20), tmp_path), "--on_policy=0.5",
-              "--rollout_tokens=8", "--prompt_tokens=8", "--rollout_every=2"]
+    common = [*flags_of_job(models, jobs.write_corpus(tmp_path, texts, 20), tmp_path),
+              "--on_policy=0.5", "--rollout_tokens=8", "--prompt_tokens=8", "--rollout_every=2"]
     first, second = (StandIn(models[1], masks_padding=True) for _ in range(2))
     first.faults = [None, (503, "busy"), "half", None, (500, "crash")]
     with first.running(), second.running():
@@ -164,8 +155,8 @@ def test_a_job_with_a_server_is_one_with_the_same_teacher_here(models, texts, tm
     for path in (tmp_path / "served").rglob("*"):
         if path.is_file():
             assert KEY.encode() not in path.read_bytes(), path
-    ours = losses_of(tmp_path / "served", -1)
-    check_same([line for line in ours if line["step"] <= 4], losses_of(tmp_path / "live", -1))
+    ours = jobs.losses_of(tmp_path / "served", -1)
+    check_same([line for line in ours if line["step"] <= 4], jobs.losses_of(tmp_path / "live", -1))
     assert ours[-1]["step"] == 6
 
 
@@ -182,13 +173,13 @@ def run_ahead(argv):
 
     ServedTeacher.request = noted(ServedTeacher.request, "ask")
     distill.train_step = noted(distill.train_step, "step")
-    assert run_distill([argv]) == [0]
+    assert jobs.run_distill([argv]) == [0]
     return events
 
 
 @pytest.mark.slow
 def test_the_next_step_is_asked_for_before_this_one_is_taken(models, texts, tmp_path):
-    data = write_corpus(tmp_path, texts, 20)
+    data = jobs.write_corpus(tmp_path, texts, 20)
     server = StandIn(models[1])
     with server.running():
         argv = flags_of_job(models, data, tmp_path, *from_server(server, models, 600),
@@ -202,7 +193,7 @@ def test_the_next_step_is_asked_for_before_this_one_is_taken(models, texts, tmp_
 
 @pytest.mark.slow
 def test_a_pipeline_asks_on_its_last_stage(models, texts, tmp_path):
-    data = f"--data={write_corpus(tmp_path, texts, 20)}"
+    data = f"--data={jobs.write_corpus(tmp_path, texts, 20)}"
     cache_flag = f"--teacher_cache={tmp_path / 'cache'}"
     server = StandIn(models[1], masks_padding=True)
     with server.running():
@@ -213,14 +204,14 @@ def test_a_pipeline_asks_on_its_last_stage(models, texts, tmp_path):
         kinds = {"served": from_server(server, models), "cached": [cache_flag],
                  "live": from_model(models)}
         common = [f"--student={models[0]}", data, "--steps=3", "--max_length=80", "--eval_rows=3",
-                  f"--ds_config={ds_config(tmp_path / 'pipe.json', 1, 2, 2)}",
+                  f"--ds_config={jobs.ds_config(tmp_path / 'pipe.json', 1, 2, 2)}",
                   "--pipeline_parallel=2"]
-        run_all(2, *[[*common, *flags, f"--output_dir={tmp_path / kind}"]
-                     for kind, flags in kinds.items()])
+        jobs.run_all(2, *[[*common, *flags, f"--output_dir={tmp_path / kind}"]
+                          for kind, flags in kinds.items()])
     # once before the first step, and of each step and both evaluations, whatever the stages
     assert len(server.prompts()) == 1 + 3 * 4 + 2 * 3
     for kind in ("served", "cached"):
-        check_same(losses_of(tmp_path / kind, -1), losses_of(tmp_path / "live", -1))
+        check_same(jobs.losses_of(tmp_path / kind, -1), jobs.losses_of(tmp_path / "live", -1))
 
 
 def test_what_does_not_fit_ends_with_one_line(models, untied, texts, tmp_path):
@@ -255,13 +246,13 @@ def test_what_does_not_fit_ends_with_one_line(models, untied, texts, tmp_path):
         ({"teacher_timeout": 0.5}, "--teacher_timeout 0.5: expected 1 or more"),
         ({"on_policy": 0.5, "rollout_tokens": 9}, "nothing is wrong"),
     ]
-    flags = dict(student=str(models[0]), data=write_corpus(tmp_path, texts, 8), eval_rows=3,
+    flags = dict(student=str(models[0]), data=jobs.write_corpus(tmp_path, texts, 8), eval_rows=3,
                  max_length=250, output_dir=str(tmp_path / "run"),
                  teacher_tokenizer=str(models[1]),
-                 ds_config=ds_config(tmp_path / "ds.json", 0, 1, 1))
+                 ds_config=jobs.ds_config(tmp_path / "ds.json", 0, 1, 1))
     with good.running(), few.running(), short.running(), other.running():
         flags["teacher"] = good.url
         for changes, _ in cases:
             changes |= {key: value.url for key, value in changes.items() if key == "teacher"
                         and isinstance(value, StandIn)}
-        check_refusals(flags, cases)
+        jobs.check_refusals(flags, cases)

@@ -97,33 +97,25 @@ def test_many_continuations_are_those_alone(encoder):
         assert request.num_scored == alone.num_scored
 
 
-def test_without_a_context_the_text_has_a_beginning(encoder):
+def test_without_a_context_the_text_has_a_beginning_and_one_with_bos_no_second_one(encoder):
     tokenizer = encoder.tokenizer
     plain = tokenizer("The cat sat", add_special_tokens=False)["input_ids"]
     begin = tokenizer.eos_token_id if tokenizer.bos_token_id is None else tokenizer.bos_token_id
     [request] = encoder.requests("", ["The cat sat"])
     assert request.ids.tolist() == [begin, *plain]
     assert request.num_scored == len(plain)
+    if tokenizer.bos_token and encoder.prefix:  # it adds bos by itself
+        [request] = encoder.requests(f"{tokenizer.bos_token}The cat", [" sat"])
+        assert request.ids.tolist().count(tokenizer.bos_token_id) == 1
 
 
-def test_a_text_with_bos_is_given_no_second_one(encoder):
-    tokenizer = encoder.tokenizer
-    if tokenizer.bos_token is None or not encoder.prefix:
-        pytest.skip("adds no bos")
-    [request] = encoder.requests(f"{tokenizer.bos_token}The cat", [" sat"])
-    assert request.ids.tolist().count(tokenizer.bos_token_id) == 1
-
-
-def test_prompts_fit_into_the_window(encoder):
+def test_prompts_fit_into_the_window_and_longer_continuations_are_refused(encoder):
     text = "The cat sat on the mat. " * 9
     ids = ids_of(encoder.tokenizer, text)
     assert encoder.prompt(text, 10) == (ids[-(WINDOW - 10) :], 10)
     assert encoder.prompt(text, 10**6) == (ids[-WINDOW // 2 :], WINDOW // 2)
     short, count = encoder.prompt("The cat", 4)
     assert short == ids_of(encoder.tokenizer, "The cat") and count == 4
-
-
-def test_a_continuation_longer_than_the_window_is_refused(encoder):
     with pytest.raises(ValueError, match="tokens; expected 1 to 24, the model's window"):
         encoder.requests("The", [" cat sat" * 40])
 

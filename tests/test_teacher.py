@@ -305,16 +305,14 @@ def test_members_are_joined_within_bounds():
         range(3), key=lambda member: shapes[member][1])]
 
 
-def test_no_teacher_leaves_a_node():
-    assert teacher_groups(8, 4, 2) == [[0, 1], [2, 3], [4, 5], [6, 7]]
-
-
 @pytest.mark.parametrize("world, node, degree, message", [
     (4, 4, 3, "use one of 1, 2, 4"),
     (4, 2, 4, "use one of 1, 2"),
     (6, 4, 2, "nodes of 4"),
 ])
-def test_groups_that_do_not_fit_are_rejected(world, node, degree, message):
+def test_no_teacher_leaves_a_node_and_groups_that_do_not_fit_are_rejected(
+        world, node, degree, message):
+    assert teacher_groups(8, 4, 2) == [[0, 1], [2, 3], [4, 5], [6, 7]]
     with pytest.raises(ValueError, match=message):
         teacher_groups(world, node, degree)
 

@@ -7,26 +7,11 @@ import pytest
 import torch
 
 import ranks
+import steps
 from isogloss.config import Config
 from isogloss.teachers import cache_files
 from isogloss.teachers.protocol import load_teacher
 from jobs import check_refusals, ds_config, write_corpus
-from steps import (
-    AS_FLAGS_SAY,
-    SMALL_TILE_MIB,
-    Case,
-    Layout,
-    check_gradients,
-    check_step,
-    check_steps,
-    cut_flags,
-    flags_for,
-    flags_of,
-    layout_results,
-    references,
-    references_of,
-    uneven_samples,
-)
 from test_cached_teachers import Reading, write
 from text_servers import StandIn
 
@@ -51,7 +36,7 @@ def servers(models):
 
 def write_caches(teacher, texts, folder):
     """Return {kind: folder} of caches that hold all that a teacher says of the steps' texts."""
-    texts = [*texts[:20], *filter(None, uneven_samples(texts)), ""]
+    texts = [*texts[:20], *filter(None, steps.uneven_samples(texts)), ""]
     data = write_corpus(folder, texts, len(texts))
     kinds = {"hidden": ["--hidden"], "all": ["--top_k=600", "--logp_bits=32"]}
     common = [f"--teacher={teacher}", f"--data={data}"]
@@ -65,7 +50,7 @@ def caches(models, texts, tmp_path_factory):
     return write_caches(models[1], texts, tmp_path_factory.mktemp("caches"))
 
 
-CASES = [Case("piece_kl"), Case("projection_kl", packed=True), Case("alm")]
+CASES = [steps.Case("piece_kl"), steps.Case("projection_kl", packed=True), steps.Case("alm")]
 # float32 leaves 4e-7 at most of a cache
 TOLERANCES = {"hidden": 1e-6, "all": 1e-6, "server": 1e-5}
 
@@ -75,11 +60,11 @@ def test_same_loss_and_gradient_of_every_kind_in_every_layout(models, texts, cac
                                                               tmp_path):
     """All tokens: as of the whole teacher; 20 tokens: as of the live one that keeps 20."""
     padded, masked = servers
-    flags = flags_for(models, texts, tmp_path)
+    flags = steps.flags_for(models, texts, tmp_path)
     wide = {"projection_topk": 600}  # which columns a step keeps depends on the scale of logits
-    samples = uneven_samples(texts)
-    expected = references_of(flags, [case.loss for case in CASES], samples)
-    [of_all_columns] = references([flags | flags_of("projection_kl") | wide], samples)
+    samples = steps.uneven_samples(texts)
+    expected = steps.references_of(flags, [case.loss for case in CASES], samples)
+    [of_all_columns] = steps.references([flags | steps.flags_of("projection_kl") | wide], samples)
     live = {"teacher_output": "topk", "teacher_output_topk": 20}
     kinds = {kind: cached(folder) for kind, folder in caches.items()} | {
         "server": wide | served(padded.url, models[1], 600),
@@ -87,20 +72,21 @@ def test_same_loss_and_gradient_of_every_kind_in_every_layout(models, texts, cac
     for sequence_parallel in (1, 2):  # alone in its process a rank is below
         layouts = []
         for of_kind in kinds.values():
-            layouts.append(Layout(0, 2 * sequence_parallel, 2,
-                                  of_kind | {"sequence_parallel": sequence_parallel}))
+            layouts.append(steps.Layout(0, 2 * sequence_parallel, 2,
+                                        of_kind | {"sequence_parallel": sequence_parallel}))
         masked.requests.clear()
-        results = ranks.run(2, layout_results, flags, samples, layouts, CASES, SMALL_TILE_MIB)[0]
+        results = ranks.run(2, steps.layout_results, flags, samples, layouts, CASES,
+                            steps.SMALL_TILE_MIB)[0]
         of_kinds = {kind: [results.pop(0) for _ in CASES] for kind in kinds}
         for kind, tolerance in TOLERANCES.items():
             of_losses = expected | ({"projection_kl": of_all_columns} if kind == "server" else {})
             for result in of_kinds[kind]:
-                check_step((sequence_parallel, kind), result, of_losses[result.case.loss],
-                           tolerance)
+                steps.check_step((sequence_parallel, kind), result, of_losses[result.case.loss],
+                                 tolerance)
         for ours, other in zip(of_kinds["20 of a server"], of_kinds["20 of a model"], strict=True):
             loss = other.metrics["loss"]
             assert abs(ours.metrics["loss"] - loss) <= 1e-6 * loss, (sequence_parallel, ours.case)
-            check_gradients(f"sequences over {sequence_parallel}", ours.gradients, other)
+            steps.check_gradients(f"sequences over {sequence_parallel}", ours.gradients, other)
         # however many ranks there are, each text is asked for once in a step
         num_texts = sum(sample is not None for sample in samples)
         assert len(masked.prompts()) == len(CASES) * num_texts + 1  # one before the first step
@@ -109,30 +95,32 @@ def test_same_loss_and_gradient_of_every_kind_in_every_layout(models, texts, cac
 @pytest.mark.slow
 def test_same_loss_and_gradient_of_texts_that_the_limit_cuts(models, texts, tmp_path):
     """A cache is of the whole texts, and so knows more than a teacher that reads the cut ones."""
-    flags = flags_for(models, texts, tmp_path, **cut_flags(models))
-    samples = uneven_samples(texts)
-    expected = references_of(flags, ["piece_kl"], samples)
+    flags = steps.flags_for(models, texts, tmp_path, **steps.cut_flags(models))
+    samples = steps.uneven_samples(texts)
+    expected = steps.references_of(flags, ["piece_kl"], samples)
     caches = write_caches(models[0], texts, tmp_path)
     server = StandIn(models[0])
     with server.running():
         kinds = cached(caches["all"]), served(server.url, models[0], 400)
-        layouts = [Layout(0, 1, 8, of_kind) for of_kind in kinds]
-        check_steps(expected, 1, flags, samples[::-1], layouts, [Case("piece_kl")], tolerance=1e-6)
+        layouts = [steps.Layout(0, 1, 8, of_kind) for of_kind in kinds]
+        steps.check_steps(expected, 1, flags, samples[::-1], layouts, [steps.Case("piece_kl")],
+                          tolerance=1e-6)
 
 
 @pytest.mark.slow
 def test_other_kinds_and_live_teachers_mix(models, texts, caches, servers, tmp_path):
     live = {"model": str(models[1]), "name": "live", "loss": "alm"}
     other = {"name": "other", "loss": "piece_kl", "weight": 2}
-    flags = flags_for(models, texts, tmp_path, teacher="", teacher_weights="ce")
-    samples = uneven_samples(texts)
-    [expected] = references([flags | {"teachers": json.dumps([live | other, live])}], samples)
+    flags = steps.flags_for(models, texts, tmp_path, teacher="", teacher_weights="ce")
+    samples = steps.uneven_samples(texts)
+    [expected] = steps.references([flags | {"teachers": json.dumps([live | other, live])}], samples)
     kinds = [{"cache": str(folder)} for folder in caches.values()]
     kinds.append({"model": servers[0].url, "tokenizer": str(models[1]),
                   "teacher_output_topk": 600})
-    layouts = [Layout(0, 4, 2, {"teachers": json.dumps([of_kind | other, live])})
+    layouts = [steps.Layout(0, 4, 2, {"teachers": json.dumps([of_kind | other, live])})
                for of_kind in kinds]
-    check_steps({AS_FLAGS_SAY.loss: expected}, 1, flags, samples, layouts, [AS_FLAGS_SAY], 8)
+    case = steps.AS_FLAGS_SAY
+    steps.check_steps({case.loss: expected}, 1, flags, samples, layouts, [case], 8)
 
 
 CHAT_TEMPLATE = ("{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}"

@@ -163,9 +163,7 @@ def test_a_list_of_models_of_another_shape_is_refused(server, monkeypatch, cards
     monkeypatch.setattr(server, "cards", cards)
     with pytest.raises(DataError, match=r"expected vLLM or SGLang|no JSON of vLLM or SGLang"):
         TextServer(server.url, 60).describe()
-
-
-def test_a_context_that_is_no_length_is_none(server, monkeypatch):
+    # a context that is no length is none
     for context in (HUGE, True, -1, 0, "258", 258.0):
         card = {"id": "teacher", "owned_by": 7, "max_model_len": context}
         monkeypatch.setattr(server, "cards", json.dumps({"data": [card]}).encode())

@@ -6,12 +6,8 @@ What the class of flags refuses by itself is in test_config.py, test_flags.py, t
 import json
 
 import pytest
-import torch
 from deepspeed.accelerator import get_accelerator
 
-from isogloss.projection_tools.build import build_projection
-from isogloss.projection_tools.files import as_tables
-from isogloss.projection_tools.tokenizers import Pair
 from jobs import ds_config
 from wrong_input import check_one_line, good_line, run_wrong
 
@@ -88,7 +84,6 @@ FLAGS = {
     "--learn_projection --loss=gold": "only --loss projection_kl",
     "--kd_weight=0 --ce_weight=0": "nothing would be learned",
     "--loss=projection_kl --projection={folder}/comma.json": "comma.json",
-    "--loss=gold --projection={folder}/list.pt": "its indices are a list; expected a tensor",
     # layouts, lengths, models
     "--teacher_tp=4": "does not divide the 2 ranks of a node",
     "--sequence_parallel=3": "3: does not divide the 2 ranks of the student",
@@ -160,12 +155,9 @@ CASES = {f"--ds_config={{folder}}/{name}.json": message
 
 
 @pytest.fixture(scope="module")
-def ended(models, tokenizers, tables, texts, tmp_path_factory):
+def ended(models, texts, tmp_path_factory):
     """{case: Outcome of both ranks} of every wrong command line."""
     folder = tmp_path_factory.mktemp("wrong_flags")
-    pair = Pair.of(*tokenizers, tables=tables)
-    projection = as_tables(build_projection(pair), pair, "test")
-    torch.save(projection | {"indices": projection["indices"].tolist()}, folder / "list.pt")
     for name, (changes, _) in DS_CONFIGS.items():
         ds_config(folder / f"{name}.json", 2, 4, 1, **changes)
     for name, (text, _) in TEXTS.items():

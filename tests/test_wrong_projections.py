@@ -16,11 +16,6 @@ from wrong_input import error_line
 
 
 @pytest.fixture(scope="module")
-def pair(tokenizers, tables):
-    return Pair.of(*tokenizers, tables=tables)
-
-
-@pytest.fixture(scope="module")
 def good(pair):
     """The tables of a good projection."""
     return as_tables(build.build_projection(pair), pair, "test")
@@ -160,22 +155,16 @@ def test_the_cache_of_another_pair_is_built_anew(pair, tokenizers, tmp_path):
     assert as_bytes(build.cached_projection(pair, directory=tmp_path / "clean")) == expected
 
 
-def test_the_cache_is_the_users_own(tmp_path):
+def test_the_cache_is_a_folder_of_the_users_own_and_a_lock_no_link(tmp_path):
     folder = tmp_path / "new"
     cached("t.pt", lambda: {"x": torch.ones(2)}, folder)
     assert stat.S_IMODE(folder.stat().st_mode) == 0o700
-
-
-def test_a_lock_that_is_a_link_is_not_opened(tmp_path):
     victim = tmp_path / "victim"
     victim.write_text("precious")
     (tmp_path / ".t.pt.lock").symlink_to(victim)
     with pytest.raises(ValueError, match="set ISOGLOSS_CACHE to a directory of your own"):
         cached("t.pt", lambda: {"x": torch.ones(2)}, tmp_path)
     assert victim.read_text() == "precious"
-
-
-def test_a_cache_that_is_a_file_is_one_line(tmp_path):
     (tmp_path / "file").write_text("x")
     with pytest.raises(ValueError, match="set ISOGLOSS_CACHE to a"):
         cached("t.pt", lambda: {"x": torch.ones(2)}, tmp_path / "file")

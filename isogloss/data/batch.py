@@ -16,13 +16,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
-from isogloss.data.batch_types import (
-    Batch,
-    Example,
-    StudentBatch,
-    TeacherBatch,
-    weigh_positions,
-)
+from isogloss.data import batch_types
 from isogloss.data.chat import encode_chat, pair_chats, render
 from isogloss.data.long_texts import fits, leave_out_tail
 from isogloss.data.rollouts import Rollout, pair_rollout, student_reading
@@ -154,7 +148,7 @@ class Collator:
         if student.logp is not None:
             contents = [example.content for example in examples]
             rollouts = [content if isinstance(content, Rollout) else None for content in contents]
-        return Batch(student, teachers, counts, sample_ids, rollouts)
+        return batch_types.Batch(student, teachers, counts, sample_ids, rollouts)
 
     # --- texts -> samples
 
@@ -189,7 +183,7 @@ class Collator:
         for number, pair in enumerate(self.pairs):
             wanted = []
             for example, taking in zip(examples, takes_part):
-                wanted.append(example if taking[number] else Example(None))
+                wanted.append(example if taking[number] else batch_types.Example(None))
             teacher_ids.append(self._encode_plain(pair.encoder, wanted))
             max_lengths.append(pair.encoder.max_length)
         samples = []
@@ -329,7 +323,7 @@ class Collator:
 
     def _student_batch(self, sides, rows):
         """Return the StudentBatch of whole sequences."""
-        return StudentBatch(
+        return batch_types.StudentBatch(
             ids=rows.fill(sides, "ids", pad_id(self.student.table)),
             labels=rows.fill(sides, "labels", -100),
             num_bytes=rows.fill(sides, "num_bytes", -1),
@@ -348,7 +342,7 @@ class Collator:
         labels = rows.fill(sides, "labels", -100)
         sample = rows.sample_of_position()
         labeled = positions_by_sample(labels.flatten() != -100, sample)
-        batch = TeacherBatch(
+        batch = batch_types.TeacherBatch(
             ids=rows.fill(sides, "ids", pad_id(pair.encoder.table)),
             labels=labels,
             num_bytes=rows.fill(sides, "num_bytes", -1),
@@ -383,11 +377,11 @@ class Collator:
             batch.rollout_positions = positions_by_sample(in_rollout, sample)
         batch.tiles = self._plan_tiles(pair, labels, batch, texts, is_rollout)
         if pair.token_weights == "early":
-            batch = weigh_positions(batch, early_weights(
+            batch = batch_types.weigh_positions(batch, early_weights(
                 student.labels, batch.sample_of_student, len(samples), pair.half_life))
         if pair.token_weights == "column":
             weights = torch.tensor([sample.weight for sample in samples])
-            batch = weigh_positions(batch, weights[batch.sample_of_student])
+            batch = batch_types.weigh_positions(batch, weights[batch.sample_of_student])
         counts = self._count_pair(pair, samples, batch, student.logp, is_rollout)
         if shard:  # last, as all of the above names positions of whole sequences
             self._localize(batch, shard)
@@ -531,7 +525,7 @@ def keys_of(examples):
 
 
 def as_example(value):
-    return value if isinstance(value, Example) else Example(value)
+    return value if isinstance(value, batch_types.Example) else batch_types.Example(value)
 
 
 def count_tokens(counts, labels, logp):

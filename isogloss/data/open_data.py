@@ -15,29 +15,8 @@ from urllib.parse import urlsplit
 import datasets
 import fsspec
 
+from isogloss.data import checks, file_rows
 from isogloss.data.chat_rows import chat_of_text, is_message
-from isogloss.data.checks import (
-    EMPTY_DATA,
-    KINDS,
-    check_column,
-    check_content,
-    check_first_bytes,
-    check_is_file,
-    explained,
-    is_saved,
-    kind_of,
-    local_files,
-    name_of_type,
-    split_suffix,
-)
-from isogloss.data.file_rows import (
-    feature_of,
-    file_keys,
-    first_values,
-    header_of,
-    open_rows_of_files,
-    schema_of,
-)
 from isogloss.errors import DataError
 
 STRINGS = ("string", "large_string")
@@ -87,18 +66,18 @@ def load_dataset(source, text_key, split="train", streaming=False, *, plain_keys
     plain_keys = plain_keys or {}
     request = Request(source, text_key, split, streaming, plain_keys, json_keys, optional_keys,
                       txt_samples)
-    with explained(source):
+    with checks.explained(source):
         dataset = _open(request)
         columns = column_names(dataset)
     if not columns or (not streaming and len(dataset) == 0):
-        raise DataError(f"--data {source}: {EMPTY_DATA}")
+        raise DataError(f"--data {source}: {checks.EMPTY_DATA}")
     if text_key not in columns:
         raise DataError(f"--data {source}: no column {text_key!r}; it has {', '.join(columns)}; "
                         "name one of them with --text_key")
     _check_type(source, dataset, text_key)
     if not streaming:
-        with explained(source):
-            check_column(source, dataset, text_key)
+        with checks.explained(source):
+            checks.check_column(source, dataset, text_key)
     return dataset
 
 
@@ -112,18 +91,18 @@ def _open(request):
     path = os.path.expanduser(source)
     if "://" in source:
         return _open_files(request, {"train": _files_at(source)})
-    if is_saved(path):
+    if checks.is_saved(path):
         return _open_saved(request, path)
-    files = local_files(source)
+    files = checks.local_files(source)
     if files:  # local files come first: a folder may have the name of a hub id
         return _open_files(request, _splits_of(path, files))
     if os.path.isdir(path):
         raise DataError(f"--data {source}: holds no file that can be read; expected files of kind "
-                        f"{KINDS}")
-    is_path = kind_of(source) or source.startswith((".", "/", "~"))
+                        f"{checks.KINDS}")
+    is_path = checks.kind_of(source) or source.startswith((".", "/", "~"))
     if is_path or source.count("/") != 1 or glob.has_magic(source):
         raise DataError(f"--data {source}: no such file, directory or glob match; expected files "
-                        f"of kind {KINDS} or a hub id like org/name")
+                        f"of kind {checks.KINDS} or a hub id like org/name")
     return _open_hub(request)
 
 
@@ -166,13 +145,13 @@ def _open_files(request, splits):
     is_local = "://" not in source
     if is_local:
         for file in files:
-            check_is_file(source, file)
+            checks.check_is_file(source, file)
     kind = _kind_of(source, files)
     if is_local:
         for file in files:
-            check_first_bytes(source, file)
+            checks.check_first_bytes(source, file)
         if not any(os.path.getsize(file) for file in files):
-            raise DataError(f"--data {source}: {EMPTY_DATA}")
+            raise DataError(f"--data {source}: {checks.EMPTY_DATA}")
     if request.txt_samples != "line" and kind != "text":
         raise DataError(f"--txt_samples {request.txt_samples}: is for .txt files, and {source} "
                         "holds none; leave it out")
@@ -219,11 +198,11 @@ def _kind_of(source, files):
     suffixes = set()
     for file in files:
         name = urlsplit(file).path if "://" in file else file
-        kinds.add(kind_of(name))
-        suffixes.add("".join(split_suffix(name)) or os.path.basename(name))
+        kinds.add(checks.kind_of(name))
+        suffixes.add("".join(checks.split_suffix(name)) or os.path.basename(name))
     if len(kinds) > 1 or None in kinds:
         raise DataError(f"--data {source}: files of kind {', '.join(sorted(suffixes))}; expected "
-                        f"one of {KINDS}")
+                        f"one of {checks.KINDS}")
     return kinds.pop()
 
 
@@ -239,7 +218,7 @@ def _features_of(request, kind, files, is_local):
     if kind == "json":  # more rows tell more
         first = _columns_of(kind, files)
     if not first:
-        raise DataError(f"--data {request.source}: {EMPTY_DATA}")
+        raise DataError(f"--data {request.source}: {checks.EMPTY_DATA}")
     for name in needed:
         if name not in first:
             raise DataError(_lacks(request, request.source, name, first))
@@ -284,8 +263,9 @@ def _check_alike(request, columns_of_files, is_json):
                 continue
             if not _are_alike(columns[name], first[name], is_json):
                 raise DataError(f"--data {request.source}: {file}: column {name!r} holds "
-                                f"{name_of_type(columns[name])}, but {name_of_type(first[name])} "
-                                f"in {first_file}; write them alike, or name one --data")
+                                f"{checks.name_of_type(columns[name])}, but "
+                                f"{checks.name_of_type(first[name])} in {first_file}; "
+                                "write them alike, or name one --data")
 
 
 def _are_alike(feature, of_first, is_json):
@@ -313,20 +293,22 @@ def _family(feature):
 def _columns_of(kind, files, wanted=()):
     """Return {column: type} of files, of JSON from their first rows; {} of empty files."""
     if kind == "json":
-        return {name: feature_of(values) for name, values in first_values(files, wanted).items()}
+        first = file_rows.first_values(files, wanted)
+        return {name: file_rows.feature_of(values) for name, values in first.items()}
     if kind == "csv":
-        return {name: datasets.Value("string") for name in header_of(files[0])}
-    return datasets.Features.from_arrow_schema(schema_of(kind, files[0]))
+        return {name: datasets.Value("string") for name in file_rows.header_of(files[0])}
+    return datasets.Features.from_arrow_schema(file_rows.schema_of(kind, files[0]))
 
 
 def _open_rows(request, kind, features, splits):
     """Open the files of splits, {name: files}, as `file_rows.named_rows` reads them."""
     if request.streaming:
-        files = file_keys(itertools.chain.from_iterable(splits.values()))
-        return open_rows_of_files(kind, files, features, streaming=True)
+        files = file_rows.file_keys(itertools.chain.from_iterable(splits.values()))
+        return file_rows.open_rows_of_files(kind, files, features, streaming=True)
     by_split = {}
     for name, files in splits.items():
-        by_split[name] = open_rows_of_files(kind, file_keys(files), features, streaming=False)
+        by_split[name] = file_rows.open_rows_of_files(
+            kind, file_rows.file_keys(files), features, streaming=False)
     sizes = {name: len(dataset) for name, dataset in by_split.items()}
     parts = []
     for part in datasets.ReadInstruction.from_spec(request.split).to_absolute(sizes):
@@ -417,10 +399,10 @@ def holds_chats(dataset, text_key):
 
 def first_rows(dataset, count, text_key, source=""):
     """Return the first rows, at most `count`, each of which has been checked."""
-    with explained(source):
+    with checks.explained(source):
         rows = list(dataset.take(count))
     for number, row in enumerate(rows):
-        check_content(source, number, text_key, row.get(text_key))
+        checks.check_content(source, number, text_key, row.get(text_key))
     return rows
 
 
@@ -436,5 +418,6 @@ def _check_type(source, dataset, text_key):
 def _check_dtype(source, feature, text_key):
     if getattr(feature, "dtype", None) not in STRINGS:
         raise DataError(
-            f"--data {source}: column {text_key!r} holds {name_of_type(feature)}, expected text or "
-            "chats as lists of role and content; repair it or name another column with --text_key")
+            f"--data {source}: column {text_key!r} holds {checks.name_of_type(feature)}, expected "
+            "text or chats as lists of role and content; repair it or name another column with "
+            "--text_key")

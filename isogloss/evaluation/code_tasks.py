@@ -19,7 +19,7 @@ import math
 import os
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cached_property
 from pathlib import Path
 
 import datasets
@@ -372,10 +372,10 @@ class CodeJudge:
         ranks_of_node = os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE") or 1
         return min(max((os.cpu_count() or 1) // int(ranks_of_node), 1), MOST_WORKERS)
 
-    def map(self, function, items):
+    def map(self, function, *items):
         """Return [function(item)], several at a time; what a program takes is not this process."""
         with ThreadPoolExecutor(self.workers) as pool:
-            return list(pool.map(function, items))
+            return list(pool.map(function, *items))
 
     def prepare(self, items):
         """Run the reference solutions of some items.
@@ -383,8 +383,8 @@ class CodeJudge:
         Raises:
             ValueError: one of them fails, so the data are damaged.
         """
-        run = partial(call, seconds=REFERENCE_SECONDS, unsafe=self.unsafe, is_whole=True)
-        answers = self.map(lambda item: run(item, item.reference), items)
+        answers = self.map(lambda item: call(
+            item, item.reference, REFERENCE_SECONDS, self.unsafe, is_whole=True), items)
         for item, answer in zip(items, answers):
             if len(answer.outputs) != len(item.inputs) or answer.seconds is None:
                 raise ValueError(f"{item.task}, {item.id}: its reference solution fails "

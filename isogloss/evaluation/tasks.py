@@ -10,7 +10,6 @@ Tests: tests/test_tasks.py, tests/test_code_tasks.py.
 import math
 import time
 import zlib
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
 import torch
@@ -172,8 +171,7 @@ def _judged_shard(task, model, encoder, options, *, agree, bar, stop):
             raise GaveUp
         return task.judged(item, of_item)
 
-    with ThreadPoolExecutor(task.judge.workers) as pool:
-        return list(pool.map(judge, items, answers))
+    return task.judge.map(judge, items, answers)
 
 
 def _written(task, model, encoder, options, agree, bar):

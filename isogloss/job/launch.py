@@ -16,16 +16,8 @@ import torch.distributed as dist
 import transformers
 from deepspeed.accelerator import get_accelerator
 
+from isogloss.job import rendezvous
 from isogloss.job.layout import place_in_job
-from isogloss.job.rendezvous import (
-    JOINING_TIMEOUT,
-    LOADING_TIMEOUT,
-    gather_values,
-    host_group,
-    job_store,
-    part,
-    set_timeout,
-)
 from isogloss.job.watch import current_watch, print_line
 
 # Open files a rank may need: shared memory takes two per buffer, and the usual limit is 1,024.
@@ -39,7 +31,7 @@ def join_store():
         ValueError: the port where it is served is taken, or see `job_store`.
     """
     _set_default_environment()
-    job_store()
+    rendezvous.job_store()
 
 
 def start_distributed(roles=None):
@@ -63,8 +55,8 @@ def start_distributed(roles=None):
         _join_process_group(roles)
     deepspeed.init_distributed()  # which takes the process group that there is
     if dist.get_world_size() > 1:
-        host_group()  # where ranks cannot reach one another, that is seen here
-    set_timeout(LOADING_TIMEOUT)
+        rendezvous.host_group()  # where ranks cannot reach one another, that is seen here
+    rendezvous.set_timeout(rendezvous.LOADING_TIMEOUT)
     return torch.device(get_accelerator().current_device_name())
 
 
@@ -78,8 +70,8 @@ def _join_process_group(roles):
         rank=int(os.environ["RANK"]),
         world_size=int(os.environ["WORLD_SIZE"]),
         # Two worlds use one store; their prefixes keep their keys apart.
-        store=dist.PrefixStore(roles.role if roles else "ranks", job_store()),
-        timeout=JOINING_TIMEOUT,
+        store=dist.PrefixStore(roles.role if roles else "ranks", rendezvous.job_store()),
+        timeout=rendezvous.JOINING_TIMEOUT,
         device_id=device,
     )
 
@@ -135,10 +127,10 @@ def fail_together(roles=None, what="checks"):
         # for ranks that wait inside the block for this one
         watch.post_failure(message, 2)
     number, count = place_in_job(roles)
-    messages = gather_values(watch.store, what, message, number, count)
+    messages = rendezvous.gather_values(watch.store, what, message, number, count)
     for message_of_rank in messages:
         if message_of_rank:
-            part(watch.store, what, number, count)
+            rendezvous.part(watch.store, what, number, count)
             fail(message_of_rank, loud=number == 0)
 
 

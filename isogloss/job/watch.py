@@ -25,17 +25,10 @@ import torch.distributed as dist
 from tqdm import tqdm
 
 from isogloss.flags.model_names import without_secrets
+from isogloss.job import rendezvous
 from isogloss.job.counts import global_sums
 from isogloss.job.ipc import is_running
 from isogloss.job.layout import place_in_job
-from isogloss.job.rendezvous import (
-    gather_values,
-    job_store,
-    one_line,
-    run_store,
-    value_there,
-    write_value,
-)
 
 PERIOD = 1.0  # seconds between looks
 # Seconds for a rank to end by itself, when its collectives fail or all ranks refuse an input.  Not
@@ -235,8 +228,9 @@ class Watch:
         name = f"{prefix}rank {os.environ['RANK']}"
         self.this = Peer(self.number, name, node_name(), os.getpid())
         self.training = False
-        self.store = run_store(job_store())
-        peers = gather_values(self.store, "processes", self.this, self.number, self.count)
+        self.store = rendezvous.run_store(rendezvous.job_store())
+        peers = rendezvous.gather_values(
+            self.store, "processes", self.this, self.number, self.count)
         self.peers = []
         for peer in [Peer(*fields) for fields in peers]:
             if peer.node == self.this.node and peer != self.this:
@@ -254,7 +248,7 @@ class Watch:
         self.end.set()
         self.thread.join()
         with contextlib.suppress(dist.DistError):
-            write_value(self.store, f"{self.number} ended", True)
+            rendezvous.write_value(self.store, f"{self.number} ended", True)
 
     def wait_for_others(self):
         """Wait until the others have ended, or died: this rank may serve the store that they read.
@@ -286,7 +280,7 @@ class Watch:
         if self.heard:  # the rank that reported it may be gone by now, and the store with it
             return self.heard
         try:
-            failure = value_there(self.thread_store, "failure")
+            failure = rendezvous.value_there(self.thread_store, "failure")
             if failure:
                 return self._ending_by(failure)
             dead = self._dead_peers()
@@ -322,7 +316,7 @@ class Watch:
         for peer in self.peers:
             if is_running(peer.process):
                 continue
-            if not value_there(self.thread_store, f"{peer.number} ended"):
+            if not rendezvous.value_there(self.thread_store, f"{peer.number} ended"):
                 dead.append(peer)
         return dead
 
@@ -357,9 +351,9 @@ class Watch:
             said: the line has been printed; else the first rank of the job prints it.
         """
         assert code, line
-        if not value_there(self.thread_store, "failure"):
+        if not rendezvous.value_there(self.thread_store, "failure"):
             failure = {"line": line, "code": code, "said": said}
-            write_value(self.thread_store, "failure", failure)
+            rendezvous.write_value(self.thread_store, "failure", failure)
 
     def explain(self, error):
         """End with the reason if another rank is why this one fails; else tell the others.
@@ -435,7 +429,7 @@ def print_line(text):
     is_first = int(os.environ.get("RANK", 0)) == 0
     is_below_bar = getattr(tqdm, "_instances", ()) if is_first else _current and _current.training
     begin = "\n" if is_below_bar else ""
-    line = one_line(without_secrets(str(text)))
+    line = rendezvous.one_line(without_secrets(str(text)))
     print(f"{begin}{program_name()}: {line}", file=sys.stderr, flush=True)
 
 

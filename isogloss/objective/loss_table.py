@@ -10,15 +10,6 @@ from functools import partial
 import torch
 
 from isogloss import losses
-from isogloss.losses import (
-    at_least_float32,
-    common_tokens,
-    merge_unkept,
-    other_tokens,
-    projection_entries,
-    projection_kl,
-    reachable_tokens,
-)
 from isogloss.models.compiler import loss_compiler, plain
 from isogloss.nodes import Tables, with_rest
 from isogloss.objective.token_weights import OF_ENTROPY, weighed_by_entropy
@@ -116,7 +107,7 @@ def build_projection_kl(cfg, pair, device, has_rest=False):
     num_tokens = len(pair.tables[1])
     # slots of a learned projection may get any weight
     weights = torch.ones_like(likelihoods) if learned else likelihoods
-    reachable_W = reachable_tokens(indices, weights, num_tokens)
+    reachable_W = losses.reachable_tokens(indices, weights, num_tokens)
     if not reachable_W.any():
         raise ValueError("--projection: no student token maps to a token of the teacher; build it "
                          "for these two models")
@@ -130,7 +121,7 @@ def build_projection_kl(cfg, pair, device, has_rest=False):
                 weights = learned.likelihoods().flatten()
                 entries = listed._replace(weight_E=weights[listed.weight_E])
             ids = batch_of_one(sub_tile)
-            return projection_kl(
+            return losses.projection_kl(
                 student_logits[None], teacher_logits[None], ids.student_chunk, ids.teacher_chunk,
                 indices, likelihoods, kept_K=kept_K, temperature=cfg.temperature,
                 reverse=cfg.reverse_kl, weight_BS=ids.weight, entries=entries,
@@ -140,10 +131,10 @@ def build_projection_kl(cfg, pair, device, has_rest=False):
 
     def for_columns(kept_K):
         # once per step, not once per sub-tile: it goes through all V * K entries
-        return compare(projection_entries(indices, source, num_tokens, kept_K), None)
+        return compare(losses.projection_entries(indices, source, num_tokens, kept_K), None)
 
     def coverage(teacher_logits, sub_tile):
-        mass_T = at_least_float32(teacher_logits[sub_tile.teacher_chunk >= 0]).softmax(-1)
+        mass_T = losses.at_least_float32(teacher_logits[sub_tile.teacher_chunk >= 0]).softmax(-1)
         of_tokens = mass_T[:, : len(reachable_W)]  # what a rest holds is not known
         return {"unreachable_mass": (of_tokens[:, ~reachable_W].sum(), len(mass_T))}
 
@@ -151,44 +142,38 @@ def build_projection_kl(cfg, pair, device, has_rest=False):
     if cfg.projection_columns == "reachable" and not reachable_W.all():
         kept_K = reachable_W.nonzero().squeeze(1)
     return DistillationLoss(
-        compare(projection_entries(indices, source, num_tokens, kept_K), kept_K),
+        compare(losses.projection_entries(indices, source, num_tokens, kept_K), kept_K),
         for_columns=for_columns, comparable_W=None if kept_K is None else reachable_W,
         coverage=coverage, coverage_names=("unreachable_mass",), indices_VK=indices,
         learned_projection=learned)
 
 
-def build_gold(cfg, pair, device, has_rest=False):
-    return _common_and_rest(cfg, pair, device, relaxed=False)
+def _common_and_rest(cfg, pair, device, relaxed=False):
+    """Return (indices (V, K), ids of the common tokens on either side, those of all others).
 
-
-def build_h_kl(cfg, pair, device, has_rest=False):
-    return _common_and_rest(cfg, pair, device, relaxed=True)
-
-
-def _common_and_rest(cfg, pair, device, relaxed):
+    They are known here once, so that nothing waits for the device in a step.
+    """
     indices, likelihoods = _projection(cfg, pair, device)
-    common_V, common_W = common_tokens(indices, likelihoods, relaxed=relaxed)
-    # known here once, so that nothing waits for the device in a step
-    rest_V = other_tokens(common_V, len(pair.tables[0]))
-    rest_W = other_tokens(common_W, len(pair.tables[1]))
+    common = losses.common_tokens(indices, likelihoods, relaxed=relaxed)
+    rest = [losses.other_tokens(ids, len(table)) for ids, table in zip(common, pair.tables)]
+    return indices, common, rest
+
+
+def build_gold(cfg, pair, device, has_rest=False, *, relaxed=False):
+    indices, common, rest = _common_and_rest(cfg, pair, device, relaxed)
 
     def loss_fn(student_logits, teacher_logits, sub_tile):
         ids = batch_of_one(sub_tile)
         return losses.gold(
             student_logits[None], teacher_logits[None], ids.student_chunk, ids.teacher_chunk,
-            common_V, common_W, temperature=cfg.temperature, uncommon_topk=cfg.uncommon_topk,
-            reverse=cfg.reverse_kl, weight_BS=ids.weight, chunks=sub_tile.terms,
-            rest=(rest_V, rest_W))[0]
+            *common, temperature=cfg.temperature, uncommon_topk=cfg.uncommon_topk,
+            reverse=cfg.reverse_kl, weight_BS=ids.weight, chunks=sub_tile.terms, rest=rest)[0]
 
     return DistillationLoss(loss_fn, indices_VK=indices)
 
 
 def build_hybrid_uld(cfg, pair, device, has_rest=False):
-    indices, likelihoods = _projection(cfg, pair, device)
-    common = common_tokens(indices, likelihoods)
-    # known here once, so that nothing waits for the device in a step
-    rest_V = other_tokens(common[0], len(pair.tables[0]))
-    rest_W = other_tokens(common[1], len(pair.tables[1]))
+    indices, common, rest = _common_and_rest(cfg, pair, device)
     matched_weight = None if cfg.matched_weight == AUTO_WEIGHT else cfg.matched_weight
 
     def loss_fn(student_logits, teacher_logits, sub_tile):
@@ -197,7 +182,7 @@ def build_hybrid_uld(cfg, pair, device, has_rest=False):
             student_logits[None], teacher_logits[None], ids.student_labels, ids.teacher_labels,
             ids.student_chunk, ids.teacher_chunk, temperature=cfg.temperature, common=common,
             matched_weight=matched_weight, weight_BS=ids.weight, chunks=sub_tile.terms,
-            rest=(rest_V, rest_W))[0]
+            rest=rest)[0]
 
     return DistillationLoss(loss_fn, indices_VK=indices)
 
@@ -248,7 +233,7 @@ def build_per_position(divergence, parameters, has_rest=False, compiler=plain):
         student = _chosen(student_logits, chunks.first_S, chunks.whole_S)[None]
         teacher = _chosen(teacher_logits, chunks.first_T, chunks.whole_T)[None]
         if has_rest:
-            student = merge_unkept(student, teacher, parameters["temperature"])
+            student = losses.merge_unkept(student, teacher, parameters["temperature"])
         return divergence(student, teacher, None, weight_BS=weight, **parameters)[0]
 
     return DistillationLoss(loss_fn)
@@ -387,7 +372,8 @@ LOSSES: dict[str, LossSpec] = {
         ("temperature", "projection", "projection_topk", "projection_columns", "reverse_kl"),
         columns=True, truncated="softened", linear_unless="reverse_kl", live_copies=4.2),
     "gold": LossSpec(build_gold, "projection", COMMON_FLAGS, live_copies=6.4),
-    "h_kl": LossSpec(build_h_kl, "projection", COMMON_FLAGS, live_copies=6.4),
+    "h_kl": LossSpec(
+        partial(build_gold, relaxed=True), "projection", COMMON_FLAGS, live_copies=6.4),
     "uld": per_chunk(losses.uld, live_copies=5.2),
     "hybrid_uld": LossSpec(
         build_hybrid_uld, "projection", ("temperature", "projection", "matched_weight")),

@@ -30,15 +30,8 @@ from isogloss.flags.model_names import read_model_name
 from isogloss.job import ipc
 from isogloss.job.layout import Replica, node_size, teacher_groups
 from isogloss.job.rendezvous import values_of_ranks
+from isogloss.models import pretrained
 from isogloss.models.compiler import missing_compiler
-from isogloss.models.pretrained import (
-    attention_options,
-    check_language_model,
-    check_weights,
-    load_config,
-    load_model,
-    quantization_of,
-)
 from isogloss.teachers.protocol import BLOCK, TeacherSource, TeacherSpec
 from isogloss.teachers.text_scores import ScoredLogits, scores_of_rows
 from isogloss.tiles import Head, HiddenLogits, StoredLogits, TopKLogits, head_of
@@ -79,8 +72,8 @@ def resolve_engine(engine, degree, config, num_ranks, is_adapter=False):
     Raises:
         ValueError: an engine that cannot shard this model over `degree` ranks.
     """
-    if quantization_of(config):
-        return _engine_of_quantized(engine, degree, quantization_of(config))
+    if pretrained.quantization_of(config):
+        return _engine_of_quantized(engine, degree, pretrained.quantization_of(config))
     if is_adapter and engine in ("auto", "tensor_parallel", "transformers"):
         if engine == "auto":
             return "replicated" if degree == 1 else "zero3"
@@ -127,10 +120,11 @@ def check_compilation(engine, config):
         raise ValueError(
             f"--teacher_compile: not with --teacher_engine {engine}, whose ranks talk within a "
             "forward pass; leave it out, or use a whole copy per rank (--teacher_tp 1)")
-    if quantization_of(config):
+    if pretrained.quantization_of(config):
         raise ValueError(
-            f"--teacher_compile: the teacher's weights are quantized ({quantization_of(config)}), "
-            "and their library has kernels of its own; leave it out")
+            "--teacher_compile: the teacher's weights are quantized "
+            f"({pretrained.quantization_of(config)}), and their library has kernels of its own; "
+            "leave it out")
     missing = missing_compiler()
     if missing:
         raise ValueError(f"--teacher_compile: {missing}, which torch.compile needs; install it, or "
@@ -200,10 +194,11 @@ class ModelSpec(TeacherSpec):
             num_ranks = num_ranks // roles.student_ranks * roles.teacher_ranks
             ranks_per_node = roles.teacher_ranks
         encoder, _ = load()
-        config = load_config("teacher", cfg.teacher, cfg.trust_remote_code)
-        check_language_model("teacher", cfg.teacher, config)
+        config = pretrained.load_config("teacher", cfg.teacher, cfg.trust_remote_code)
+        pretrained.check_language_model("teacher", cfg.teacher, config)
         checked_engine(cfg, config, num_ranks, ranks_per_node)
-        check_weights("teacher", cfg.teacher, cfg.trust_remote_code, attention=cfg.attention)
+        pretrained.check_weights(
+            "teacher", cfg.teacher, cfg.trust_remote_code, attention=cfg.attention)
         return encoder
 
     @classmethod
@@ -554,7 +549,7 @@ class SharedModel:
 
 def load_replicated(spec):
     """Load a whole copy on every rank."""
-    if quantization_of(_config(spec)):
+    if pretrained.quantization_of(_config(spec)):
         if spec.offload:
             raise ValueError(f"--teacher_offload: {spec.path} is quantized, and its library keeps "
                              "its weights where it has put them; leave it out")
@@ -603,7 +598,7 @@ def _shard_while_loading(spec, config, replica, stack):
     with deepspeed.OnDevice(dtype=dtype, device="meta"):
         model = AutoModelForCausalLM.from_config(
             config, dtype=dtype, trust_remote_code=spec.trust_remote_code,
-            **attention_options(spec.attention))
+            **pretrained.attention_options(spec.attention))
     names = [file.name for file in _weight_files(folder)]
     file = stack.enter_context(tempfile.NamedTemporaryFile("w", suffix=".json"))
     file.write(json.dumps({"type": "ds_model", "checkpoints": names, "version": 1.0}))
@@ -704,13 +699,13 @@ ENGINES = {
 
 
 def _load(spec, **options):
-    return load_model(
+    return pretrained.load_model(
         "teacher", spec.path, spec.trust_remote_code, dtype=_dtype(spec),
-        **attention_options(spec.attention), **options)
+        **pretrained.attention_options(spec.attention), **options)
 
 
 def _config(spec):
-    return load_config("teacher", spec.path, spec.trust_remote_code)
+    return pretrained.load_config("teacher", spec.path, spec.trust_remote_code)
 
 
 def _dtype(spec):
