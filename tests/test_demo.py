@@ -174,7 +174,7 @@ def shorten(monkeypatch, folder):
     # text alone, equal time, one with other tokenizers, one with equal ones
     arms = {arm: demo.ARMS[arm] for arm in (NO_TEACHER, SAME_TIME, "piece_kl", EQUAL_TOKENIZERS)}
     monkeypatch.chdir(ROOT)
-    small = {"launch": launch, "side_by_side": one_by_one, "documents": lambda: documents[:60],
+    small = {"launch": launch, "side_by_side": one_by_one,
              "CACHE": folder / "cache", "RUNS": folder / "runs", "ARMS": arms,
              "DISTILL": demo.DISTILL | {"steps": 4, "eval_rows": 8}, "NUM_EVALUATIONS": 2,
              "RECIPE": demo.RECIPE | recipe,
