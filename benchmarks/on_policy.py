@@ -18,6 +18,7 @@ Runs are kept in runs/on_policy; complete ones are not repeated.  `no_teacher` i
 Figures of record are in docs/LOG.md.
 """
 
+import itertools
 import json
 import math
 import os
@@ -72,16 +73,14 @@ class Args:
 def stories(args):
     """Return (stories to learn from, held-out ones)."""
     texts = json.loads((Path(args.assets) / "text" / "tinystories_1000.json").read_text())
-    texts = [text if isinstance(text, str) else text["text"] for text in texts]
     return texts[HELD_OUT:], texts[:HELD_OUT]
 
 
 def distill(args, output, student, *flags):
     """Run distill.py, unless it has ended before; return the directory of its export."""
     if not (output / "student" / "config.json").exists():
-        data = RUNS / "train.jsonl"
-        config = RUNS / "ds.json"
         RUNS.mkdir(parents=True, exist_ok=True)
+        data, config = RUNS / "train.jsonl", RUNS / "ds.json"
         data.write_text("".join(json.dumps({"text": text}) + "\n" for text in stories(args)[0]))
         config.write_text(json.dumps(DS_CONFIG))
         flags = [f"--student={student}", f"--data={data}", f"--ds_config={config}",
@@ -157,9 +156,8 @@ def judged(args, folder):
         return json.loads(file.read_text())
     model, tokenizer = loaded(folder)
     held_out = stories(args)[1]
-    prompts = []
-    for number, text in enumerate(held_out):
-        prompts.append(Prompt(tokenizer(text)["input_ids"][:PROMPT], (0, number, 0), WRITTEN))
+    prompts = [Prompt(tokenizer(text)["input_ids"][:PROMPT], (0, number, 0), WRITTEN)
+               for number, text in enumerate(held_out)]
     written = []
     completions = write(model, prompts, [tokenizer.eos_token_id], len(tokenizer))
     for prompt, done in zip(prompts, completions):
@@ -189,10 +187,8 @@ def main(args):
     print("| teacher | loss | share | judge | 4-grams | held | behind |")
     print("| --- | --- | --- | --- | --- | --- | --- |")
     row(args, "the student before", "", "", [beginner(args)])
-    arms = [("", "", "")]
-    arms += [(teacher, loss, share) for teacher in args.teachers.split(",")
-             for loss in args.losses.split(",") for share in args.shares.split(",")]
-    for teacher, loss, share in arms:
+    choices = (args.teachers.split(","), args.losses.split(","), args.shares.split(","))
+    for teacher, loss, share in [("", "", ""), *itertools.product(*choices)]:
         folders = [arm(args, teacher, loss, float(share or 0), seed) for seed in range(args.seeds)]
         row(args, teacher or "none", loss, share, folders)
 
