@@ -61,7 +61,7 @@ DISTILL = {
     "eval_rows": RECIPE["held_out_rows"],
 }
 BATCH_SIZE = 8  # samples of a student's step
-NUM_EVALUATIONS = 3  # of a student, after the one before its first step
+NUM_EVALUATIONS = 4  # of a student, after the one before its first step
 # What the table compares: the name of an arm and its flags of distill.py.  The weights are twice
 # those that did best in docs/LOG.md, where students had more text; none is tuned here.
 ARMS = {
@@ -80,8 +80,8 @@ WROTE = f"{WRITER}, then on policy"  # what that student is called then
 ON_POLICY = {
     "on_policy": 1,
     "loss": "generalized_jsd",
-    "learning_rate": 5e-4,
-    "steps": 30,
+    "learning_rate": 1e-4,
+    "steps": 60,
     "eval_every": 0,
     "rollout_tokens": 96,
     "prompt_tokens": 24,

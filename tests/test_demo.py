@@ -140,6 +140,8 @@ def test_the_table_compares_each_seed_with_its_own_baseline():
     assert rows[SAME_TIME] == ["3", "2", "2.600 ± 0.000", "+0.000 ± 0.141", "1 of 2"]
     assert "gold against 3 steps of text alone" in demo_report.equal_time(runs, "gold")
     assert "+0.100 ± 0.141 bits per byte, better for 1 of 2" in demo_report.equal_time(runs, "gold")
+    # the lowest are 2.6 and 2.5
+    assert "+0.050 ± 0.071 against the lowest" in demo_report.equal_time(runs, "gold")
     alone = cells_of(demo_report.table([run for run in runs if run.seed == 0]))
     assert alone["gold"] == ["1", "2", "2.600", "+0.100", "1 of 1"]
 
