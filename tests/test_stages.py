@@ -155,10 +155,13 @@ def test_layouts_that_do_not_fit_are_refused(case):
         check_layout(**layout)
 
 
-@pytest.mark.parametrize("flags", [{"sequence_parallel": 2}, {"on_policy": 0.5}])
-def test_flags_that_do_not_go_with_a_pipeline_are_refused(flags):
-    name = list(flags)[-1]
-    with pytest.raises(ValueError, match=f"--pipeline_parallel 2 with --{name} .*do not go"):
+@pytest.mark.parametrize("flags, message", [
+    ({"sequence_parallel": 2}, "--pipeline_parallel 2 with --sequence_parallel 2: these do not go"),
+    ({"on_policy": 0.5, "writer": "vllm"}, "--writer vllm with --pipeline_parallel 2, whose stages"),
+    ({"on_policy": 0.5, "rollout_command": "a b"}, "--rollout_command a b with --pipeline_parallel"),
+])
+def test_flags_that_do_not_go_with_a_pipeline_are_refused(flags, message):
+    with pytest.raises(ValueError, match=message):
         Config(student="s", teacher="t", data="d", pipeline_parallel=2, **flags)
 
 
