@@ -232,6 +232,9 @@ def test_what_teachers_alone_read_changes_nothing_but_their_reading(encoders, ch
     assert plain.key().tolist() != hinted.key().tolist()
     with pytest.raises(DataError, match="is no chat, and --teacher_prompt_key stands in front"):
         reader({"chat": "a text", "prompt": prompt})
+    asked = ExampleReader("chat", has_chats=True, prompt_key="asked", teacher_prompt_key="prompt")
+    with pytest.raises(DataError, match="is no chat, and --teacher_prompt_key stands in front"):
+        asked({"chat": chat, "asked": "a text", "prompt": prompt})
 
 
 NOTHING_LEARNED = {
