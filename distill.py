@@ -103,7 +103,7 @@ def train(state, batches, held_out, start, ds_config, signals):
 
     Args:
         batches: iterator over this rank's micro-batches, from `start` on.
-        held_out: iterable over its held-out batches.
+        held_out: {source: iterable over its held-out batches}.
         signals: StopSignals.
     """
     cfg = state.cfg

@@ -111,7 +111,7 @@ def start_small_run(folder, micro_batch_size, precision):
         student=str(folder / "student"), teacher=str(folder / "teacher"),
         data=str(folder / "corpus.jsonl"), ds_config=str(ds_config), max_length=MAX_LENGTH,
         teacher_max_length=MAX_LENGTH, output_dir=str(folder / "run")))
-    return state, build_collator(cfg, inputs, device), inputs.data.train_data["text"]
+    return state, build_collator(cfg, inputs, device), inputs.data.sources[0].train_data["text"]
 
 
 # --- gradients --------------------------------------------------------------------------------

@@ -199,7 +199,7 @@ def resume(state, inputs):
 
 
 def read_batches(state, inputs, start, signals):
-    """Return (iterator over micro-batches from step `start` on, iterable over held-out batches).
+    """Return (iterator over micro-batches from step `start` on, {source: its held-out batches}).
 
     Args:
         signals: StopSignals, which data workers inherit.
@@ -226,7 +226,7 @@ def build_writer(state, inputs):
         elsewhere = NodeWriter(cfg, state.engine, inputs.student, state.device)
     return Writer(
         cfg, state.student, inputs.student, build_collator(cfg, inputs, state.device), prompter,
-        inputs.data.held_out_reader, inputs.data.held_out_data, state.device, readers,
+        inputs.data.held_out(cfg.rollout_eval), state.device, readers,
         None if elsewhere else state.whole_student, elsewhere)
 
 

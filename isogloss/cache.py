@@ -31,6 +31,7 @@ from isogloss.config import Config, template_kwargs
 from isogloss.data.batch import keys_of, pad_id
 from isogloss.data.chat import chat_text, read_rendering
 from isogloss.data.checks import explained
+from isogloss.data.mixture import sources_of
 from isogloss.data.open_data import holds_chats
 from isogloss.data.turns import SkippedChat, Template
 from isogloss.errors import DataError
@@ -269,15 +270,19 @@ def survey(texts):
 def open_texts(args, encoder):
     cfg = args.run_config()
     encoders = {args.teacher_path: encoder}
-    parts = [open_rows(cfg, args.data, args.split, encoders)]
+    parts = []
+    for its in [source.cfg for source in sources_of(cfg)]:
+        parts.append(open_rows(its, its.data, its.split, encoders))
+        if its.eval_data:
+            parts.append(open_rows(its, its.eval_data, its.eval_split or "train", encoders))
     if args.eval_data:
         parts.append(open_rows(cfg, args.eval_data, args.eval_split, encoders))
     kinds = {holds_chats(dataset, reader.text_key) for dataset, reader in parts}
     if args.streaming:
         parts = [(StreamedRows(dataset), reader) for dataset, reader in parts]
     if len(kinds) > 1:
-        raise ValueError(f"--eval_data {args.eval_data}: texts and chats do not go together; write "
-                         "a cache of each")
+        raise ValueError(f"--data {args.data}: texts and chats do not go together; write a cache "
+                         "of each")
     return Texts(parts, encoder, kinds.pop())
 
 

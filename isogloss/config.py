@@ -1,5 +1,6 @@
 """Define the flags of distill.py: their meaning, their checks, their values for each teacher."""
 
+import copy
 import shlex
 import sys
 from dataclasses import dataclass, replace
@@ -8,11 +9,12 @@ from pathlib import Path
 from typing import ClassVar
 
 from isogloss.align import fingerprint
+from isogloss.data.mixture import sources_of
 from isogloss.data.open_data import TXT_SAMPLES
 from isogloss.data.sample import ALIGNERS
 from isogloss.data.turns import DATE
 from isogloss.flags.model_names import without_secrets
-from isogloss.flags.parse import LONGEST_NAME, check_flags, flag, flags_that
+from isogloss.flags.parse import check_entry, check_flags, flag, flags_that, read_entries
 from isogloss.flags.plugins import load_plugins
 from isogloss.flags.yaml_file import parse_json
 from isogloss.models.compiler import LOSS_BACKENDS
@@ -128,7 +130,8 @@ class DataFlags:
         "", "hub id (org/name or org/name:config), file, directory (of files, or of "
         "save_to_disk), glob, or the address of a file (https://, hf://). Files end in .txt, "
         ".jsonl, .json, .parquet, .arrow or .csv. All but .parquet and .arrow may be compressed, "
-        "as in .jsonl.gz (.gz, .bz2, .xz, .zst).")
+        "as in .jsonl.gz (.gz, .bz2, .xz, .zst). Or a JSON list of several with weights, see "
+        "docs/data.md.")
     text_key: str = flag(
         "text", 'column that holds the text, or chats, which are lists of {"role", '
         '"content"} (or of ShareGPT\'s {"from", "value"}).')
@@ -550,6 +553,8 @@ class Config(ModelFlags, DataFlags, LossFlags, OnPolicyFlags,
         self._check_values()
         self._check_loss()
         self._check_on_policy()
+        sources_of(self)
+        self._check_held_out()
         self._check_teachers()
         self._check_presence()
 
@@ -571,9 +576,24 @@ class Config(ModelFlags, DataFlags, LossFlags, OnPolicyFlags,
             raise ValueError(f"--resume={self.resume}: expected auto, never or the directory of a "
                              "checkpoint")
 
+    def of_source(self, flags):
+        """Return the Config of a run on one source of a mixture, with its {flag: value}."""
+        source = copy.copy(self)
+        vars(source).update(flags)
+        check_flags(source)
+        check_together(source)
+        source._check_held_out()
+        return source
+
     @property
     def holds_out(self):
-        return bool(self.eval_rows or self.eval_data or self.eval_split)
+        return any(source.cfg.eval_rows or source.cfg.eval_data or source.cfg.eval_split
+                   for source in sources_of(self))
+
+    @property
+    def has_routes(self):
+        """Whether the data choose among teachers."""
+        return any(source.chooses for source in sources_of(self))
 
     def _check_loss(self):
         if self.kd_weight == self.ce_weight == 0:
@@ -594,6 +614,8 @@ class Config(ModelFlags, DataFlags, LossFlags, OnPolicyFlags,
             raise ValueError(f"--token_weights {self.token_weights} with --loss {self.loss}: which "
                              "reads some columns of the teacher, and an entropy is of all; use "
                              "another loss")
+
+    def _check_held_out(self):
         if self.streaming and (self.eval_data or self.eval_split) and not self.eval_rows:
             raise ValueError("--eval_data or --eval_split with --streaming: a stream may have no "
                              "end; say by --eval_rows how many rows of it are used")
@@ -789,19 +811,8 @@ def teacher_keys():
 
 
 def teacher_entries(cfg):
-    """Return the entries of --teachers.
-
-    Raises:
-        ValueError: it is no list of JSON objects.
-    """
-    example = '; expected a list such as [{"model": "A"}, {"model": "B"}]'
-    # a string, because fire would read a list its own way
-    entries = parse_json("--teachers", cfg.teachers, example)
-    is_list = isinstance(entries, list) and entries
-    if not is_list or not all(isinstance(entry, dict) for entry in entries):
-        raise ValueError("--teachers: expected a list of objects, one for each teacher, such as "
-                         '[{"model": "A"}, {"model": "B"}]')
-    return entries
+    """Return the entries of --teachers."""
+    return read_entries("teachers", cfg.teachers, '[{"model": "A"}, {"model": "B"}]')
 
 
 def teacher_name(entry):
@@ -811,8 +822,8 @@ def teacher_name(entry):
 
 
 def routes_by_teacher(cfg):
-    """Return {name: values of route_key, or None for all that no other teacher names}."""
-    if not (cfg.teachers and cfg.route_key):
+    """Return {name: its routes, or None for all that no other teacher names}."""
+    if not (cfg.teachers and cfg.has_routes):
         return {}
     return {teacher_name(entry): entry.get("routes") for entry in teacher_entries(cfg)}
 
@@ -829,17 +840,15 @@ def configs_by_teacher(cfg):
     if cfg.teacher or cfg.teacher_cache or cfg.teacher_tokenizer or cfg.learn_projection:
         raise ValueError("--teachers: cannot be combined with --teacher, --teacher_cache, "
                          "--teacher_tokenizer or --learn_projection; drop one")
-    if cfg.route_key and cfg.teacher_weights != "fixed":
+    if cfg.has_routes and cfg.teacher_weights != "fixed":
         raise ValueError(f"--route_key with --teacher_weights {cfg.teacher_weights}: both choose "
                          "among teachers; drop one")
     keys = teacher_keys()
     configs = {}
     for entry in entries:
         name = teacher_name(entry)
-        _check_entry(cfg, entry, name, keys)
-        if name in configs:
-            raise ValueError(f"--teachers: two teachers are named {name}; give each a name of its "
-                             "own")
+        check_entry("teachers", entry, name, ("name", "weight", "routes", *keys), configs)
+        _check_teacher(cfg, entry, name)
         flags = {keys[key]: value for key, value in entry.items() if key in keys}
         # replace() runs the checks of Config again, with this teacher's values
         weight = cfg.kd_weight * entry.get("weight", 1.0)
@@ -847,23 +856,12 @@ def configs_by_teacher(cfg):
     return configs
 
 
-def _check_entry(cfg, entry, name, keys):
-    """Check one entry of --teachers, but for the values of flags, which Config checks."""
-    for key in entry:
-        if key not in ("name", "weight", "routes", *keys):
-            raise ValueError(f"--teachers: unknown teacher key {key!r}; its keys are name, weight, "
-                             f"routes, {', '.join(keys)}")
+def _check_teacher(cfg, entry, name):
+    """Raise a ValueError for an entry of --teachers without a model, or with wrong routes."""
     if not ("model" in entry or "cache" in entry):
         raise ValueError("--teachers: an entry names no model; expected "
                          '{"model": "hub id or directory"}, or {"cache": "directory"}')
-    if not isinstance(name, str) or not name.strip() or len(name) > LONGEST_NAME:
-        raise ValueError(f"--teachers: name {name!r:.40}: expected a text of at most "
-                         f"{LONGEST_NAME} characters")
     routes = entry.get("routes")
-    if routes is not None and not (isinstance(routes, list) and cfg.route_key):
+    if routes is not None and not (isinstance(routes, list) and cfg.has_routes):
         raise ValueError(f"--teachers: routes {routes!r} of {name}: expected a list of values of a "
-                         "column that --route_key names")
-    weight = entry.get("weight", 1.0)
-    is_number = isinstance(weight, (int, float)) and not isinstance(weight, bool)
-    if not is_number or weight <= 0:
-        raise ValueError(f"--teachers: weight {weight!r} of {name}: expected a number above 0")
+                         "column that --route_key names, or of the routes of a mixture")

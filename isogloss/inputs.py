@@ -6,7 +6,7 @@ import os
 import sys
 from dataclasses import dataclass, replace
 from datetime import date
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 
 import datasets
@@ -37,6 +37,7 @@ from isogloss.data.batch import Collator, PairOptions
 from isogloss.data.checks import check_column, has_text, lengths_of
 from isogloss.data.ends import load_generation, stop_ids
 from isogloss.data.long_texts import MOST_CHARACTERS, fits, leave_out_tail
+from isogloss.data.mixture import Mixture, Source, seed_of, sources_of
 from isogloss.data.rollouts import SkippedPrompt, build_prompter
 from isogloss.data.sample import TextEncoder
 from isogloss.data.workers import Loader
@@ -46,6 +47,7 @@ from isogloss.evaluation.task_suite import TaskSuite, load_suite
 from isogloss.evaluation.tasks import TaskOptions
 from isogloss.export import check_results
 from isogloss.flags.model_names import split_revision
+from isogloss.flags.parse import is_table
 from isogloss.job.layout import is_last_stage
 from isogloss.job.rendezvous import values_of_ranks
 from isogloss.job.watch import print_line
@@ -70,24 +72,64 @@ GPU_WIDTH_STEP = 64  # tokens; an H200 takes 50 ms to prepare its attention for 
 
 
 @dataclass
-class RunData:
-    """Hold the data of a run.
+class SourceData:
+    """Hold the data of a source.
 
     Attributes:
+        source: Source.
         train_data, held_out_data: data sets.
         first_row: number of the first row of the training data in the whole data.
     """
 
+    source: Source
     train_data: datasets.Dataset
     held_out_data: datasets.Dataset | list
     reader: order.ExampleReader
     held_out_reader: order.ExampleReader
     first_row: int = 0
 
+    @cached_property
+    def num_samples(self):
+        return len(order.sample_bounds(self.train_data, self.reader)) - 1
+
+
+@dataclass
+class RunData:
+    """Hold the data of a run, SourceData each."""
+
+    sources: list
+
     def parts(self):
         """List (data set, its reader, number of its first row in the whole data)."""
-        return [(self.train_data, self.reader, self.first_row),
-                (self.held_out_data, self.held_out_reader, 0)]
+        parts = []
+        for data in self.sources:
+            parts += [(data.train_data, data.reader, data.first_row),
+                      (data.held_out_data, data.held_out_reader, 0)]
+        return parts
+
+    def held_out(self, count):
+        """Return the Examples of the first held-out rows, of the sources in turn."""
+        examples = []
+        for row in range(max(len(data.held_out_data) for data in self.sources)):
+            for data in self.sources:
+                if row < len(data.held_out_data) and len(examples) < count:
+                    examples.append(data.held_out_reader(data.held_out_data[row], row))
+        return examples
+
+    def stream(self, cfg, place):
+        """Return the stream of samples, from a place on where it can only be read forward."""
+        places = (place or {}).get("sources") or [place] * len(self.sources)
+        streams = []
+        for data, its_place in zip(self.sources, places):
+            its = data.train_data, data.reader, seed_of(data.source, cfg.seed), data.first_row
+            streams.append(order.StreamedExamples(*its, its_place) if cfg.streaming
+                           else order.ShuffledExamples(*its))
+        if not is_table(cfg.data):
+            return streams[0]
+        return Mixture(streams, self.weights(), cfg.seed)
+
+    def weights(self):
+        return [data.source.weight or data.num_samples for data in self.sources]
 
 
 @dataclass
@@ -143,7 +185,8 @@ def check_inputs(cfg, device, roles=None):
         cfg.steps = steps_of_epochs(cfg, data, raw_ds_config)
         ds_config = resolve_ds_config(
             raw_ds_config, cfg, num_ranks, student_config.hidden_size, bf16)
-    for teacher_cfg in configs_by_teacher(cfg).values() if encoders else ():
+    # a teacher of some rows needs to know no others
+    for teacher_cfg in configs_by_teacher(cfg).values() if encoders and not cfg.has_routes else ():
         teacher_cfg.teacher_kind.check_data(teacher_cfg, data.parts())
     teachers = plan_teachers(cfg, student, encoders, device)
     checkpoint = find_checkpoint(cfg.resume, checkpoint_folder(cfg), expected_identity(cfg))
@@ -158,7 +201,7 @@ def check_inputs(cfg, device, roles=None):
 
 def steps_of_epochs(cfg, data, raw_ds_config):
     """Return after how many steps the samples have been read --epochs times, the last one whole."""
-    samples = len(order.sample_bounds(data.train_data, data.reader)) - 1
+    samples = sum(source.num_samples for source in data.sources)
     batch = batch_sizes(raw_ds_config, num_readers(cfg), cfg.ds_config).train_batch_size
     return max(1, math.ceil(cfg.epochs * samples / batch - 1e-9))
 
@@ -346,22 +389,36 @@ def check_flash_attention(cfg, ds_config):
 
 def load_data(cfg, student, encoders):
     """Return the RunData of a run, checked against flags and chat templates."""
-    train, reader = open_rows(cfg, cfg.data, cfg.split, {cfg.student: student, **encoders})
+    encoders = {cfg.student: student, **encoders}
+    sources = sources_of(cfg)
+    for source in sources:
+        if source.chooses and not source.cfg.route_key:
+            order.check_route(source.route, source.name, routes_by_teacher(cfg))
+    return RunData([load_source(source, student, encoders) for source in sources])
+
+
+def load_source(source, student, encoders):
+    """Return the SourceData of a Source."""
+    cfg = source.cfg
+    train, reader = open_rows(cfg, cfg.data, cfg.split, encoders)
+    reader = replace(reader, route=source.route)
     if cfg.on_policy:
         check_prompts(cfg, train, reader, student)
     if not (cfg.eval_data or cfg.eval_split):
         train, held_out = order.split_dataset(train, cfg.eval_rows, reader.text_key, cfg.data)
-        return RunData(train, order.joined_rows(held_out, reader), reader, reader, cfg.eval_rows)
+        return SourceData(source, train, order.joined_rows(held_out, reader), reader, reader,
+                          cfg.eval_rows)
     try:
         rows, held_out_reader = open_rows(
-            cfg, cfg.eval_data or cfg.data, cfg.eval_split or "train",
-            {cfg.student: student, **encoders})
+            cfg, cfg.eval_data or cfg.data, cfg.eval_split or "train", encoders)
     except DataError as error:
         line = str(error).replace("--data ", "--eval_data ")
         raise DataError(line.replace("--split ", "--eval_split ")) from None
+    held_out_reader = replace(held_out_reader, route=source.route)
     held_out = first_of_eval_data(cfg, rows, held_out_reader)
     train, _ = order.split_dataset(train, 0, reader.text_key, cfg.data)
-    return RunData(train, order.joined_rows(held_out, held_out_reader), reader, held_out_reader)
+    return SourceData(source, train, order.joined_rows(held_out, held_out_reader), reader,
+                      held_out_reader)
 
 
 def open_rows(cfg, source, split, encoders):
@@ -515,12 +572,12 @@ def plan_ensemble(cfg, student, encoders, configs, device):
 
 
 def load_batches(cfg, inputs, engine, device, start, *, place=None, asked_to_end=lambda: False):
-    """Return (iterator over micro-batches from step `start` on, iterable over held-out ones).
+    """Return (iterator over micro-batches from step `start` on, {source: its held-out batches}).
 
     Args:
         inputs: RunInputs.
         engine: the DeepSpeed engine, which knows the batch sizes.
-        place: of a stream, from which it goes on, see `stream.Block`; None: from its first row on.
+        place: of a stream, from which it goes on, see `Mixture.place`; None: from its first row on.
     """
     # ranks of a sequence group or of a pipeline read the same samples
     reader_rank = dist.get_rank() // cfg.ranks_per_reader
@@ -529,20 +586,17 @@ def load_batches(cfg, inputs, engine, device, start, *, place=None, asked_to_end
     prompter = None
     if cfg.on_policy:
         prompter = build_prompter(cfg, inputs.student, samples_per_step(cfg, engine))
-    data = inputs.data
-    if cfg.streaming:
-        stream = order.StreamedExamples(
-            data.train_data, data.reader, cfg.seed, data.first_row, place)
-    else:
-        stream = order.ShuffledExamples(data.train_data, data.reader, cfg.seed, data.first_row)
     batches = order.MicroBatches(
-        stream, collator, micro_batch_size, engine.gradient_accumulation_steps(), reader_rank,
-        num_readers(cfg), start, prompter)
-    held_out = order.HeldOutBatches(data.held_out_data, data.held_out_reader, collator,
-                                    micro_batch_size, reader_rank, num_readers(cfg))
+        inputs.data.stream(cfg, place), collator, micro_batch_size,
+        engine.gradient_accumulation_steps(), reader_rank, num_readers(cfg), start, prompter)
     pinned = device.type == "cuda"
+    held_out = {}
+    for data in inputs.data.sources:
+        of_source = order.HeldOutBatches(data.held_out_data, data.held_out_reader, collator,
+                                         micro_batch_size, reader_rank, num_readers(cfg))
+        held_out[data.source.name] = Loader(of_source, 0, pinned=pinned)
     training = Loader(batches, cfg.num_workers, asked_to_end, pinned)
-    return iter(training), Loader(held_out, 0, pinned=pinned)
+    return iter(training), held_out
 
 
 def num_readers(cfg):

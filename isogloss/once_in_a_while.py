@@ -3,14 +3,16 @@
 Tests: tests/test_evaluate.py, tests/test_checkpoint.py, tests/test_finite.py.
 """
 
+import operator
 import sys
+from functools import reduce
 
 import deepspeed
 import torch.distributed as dist
 
 from isogloss.checkpoints.checkpoint import CannotSave, checkpoint_name, save_checkpoint
 from isogloss.checkpoints.run_identity import checkpoint_folder, run_identity, run_layout
-from isogloss.evaluation.evaluate import evaluate
+from isogloss.evaluation.evaluate import evaluate, metrics_of
 from isogloss.export import export_model, export_projection, projection_path
 from isogloss.flags.model_names import without_secrets
 from isogloss.inputs import num_readers, samples_per_step
@@ -40,14 +42,24 @@ def announce(state, inputs, start):
     length = f"{counted(cfg.steps, 'step')} of {counted(batch, 'sample')} ({shape})"
     if cfg.streaming:
         length += " of a stream"
-    elif not cfg.join_rows:  # whose samples are told by all of the data
-        samples = len(inputs.data.train_data)
-        length += f" = {cfg.steps * batch / samples:.3g} epochs of {samples:,}"
+    else:
+        length += f" = {epochs_of(inputs.data, cfg.steps * batch)}"
     ranks = counted(dist.get_world_size(), "rank")
     tell(f"{length}, ZeRO {engine.zero_optimization_stage()} on {ranks}; metrics in "
          f"{cfg.output_dir}")
     if start:
         tell(f"goes on from {state.last_checkpoint} (step {start:,})")
+
+
+def epochs_of(data, num_samples):
+    """Return how often so many samples go through the RunData, of a mixture through each source."""
+    weights = data.weights()
+    parts = []
+    for its, weight in zip(data.sources, weights):
+        epochs = num_samples * weight / sum(weights) / its.num_samples
+        name = f" of {its.source.name}" if its.source.name else ""
+        parts.append(f"{epochs:.3g} epochs of {its.num_samples:,}{name}")
+    return ", ".join(parts)
 
 
 def tell(text):
@@ -125,25 +137,27 @@ def log_evaluation(state, held_out, step, log):
     metrics = run_evaluation(state, held_out)
     log.write(step, metrics)
     first_bits = log.first_bits if step else None
-    log.say(step, summary(metrics, first_bits, [setup.name for setup in state.teachers]))
+    log.say(step, summary(metrics, first_bits, [setup.name for setup in state.teachers], held_out))
     if state.samples:
         log.write_records("samples", step, state.samples.write())
     if state.writer and state.cfg.rollout_eval:
         log.write_records("rollouts", step, state.writer.records)
 
 
-def summary(metrics, first_bits, teachers):
+def summary(metrics, first_bits, teachers, sources=()):
     """Return what a line says of an evaluation.
 
     Args:
         first_bits: the student's bits per byte at step 0, None: not known, or of no interest.
-        teachers: their names.
+        teachers, sources: their names.
     """
     def of(key):
         value = metrics.get(f"eval/{key}")
         return "not known" if value is None else f"{value:.4g}"
 
     beside = []
+    for name in sources if len(sources) > 1 else ():
+        beside.append(f"{name} {of(f'{name}/student_bits_per_byte')}")
     for name in teachers:
         suffix, called = ("", "teacher") if len(teachers) == 1 else (f"/{name}", name)
         if f"eval/teacher_bits_per_byte{suffix}" in metrics:
@@ -157,18 +171,28 @@ def summary(metrics, first_bits, teachers):
 
 
 def run_evaluation(state, held_out):
-    """Return held-out metrics."""
+    """Return held-out metrics, of a mixture also those of each source."""
     state.engine.eval()
-    # one batch at a time is on the device
-    batches = (to_device(batch, state.device) for batch in held_out)
-    student, of_teachers = evaluate(batches, state.student, state.teachers, state.sequence_group)
+    sums = {}
+    for name, batches in held_out.items():
+        # one batch at a time is on the device
+        batches = (to_device(batch, state.device) for batch in batches)
+        sums[name] = evaluate(batches, state.student, state.teachers, state.sequence_group)
     state.engine.train()
-    metrics = dict(student)
-    for setup, of_teacher in zip(state.teachers, of_teachers):
-        metrics |= named(state, setup, of_teacher)
+    metrics = evaluation_metrics(state, reduce(operator.add, sums.values()))
+    for name in sums if len(sums) > 1 else ():
+        for key, value in evaluation_metrics(state, sums[name]).items():
+            metrics[f"{name}/{key}"] = value
     if state.writer and state.cfg.rollout_eval:
         metrics |= evaluate_rollouts(state.writer, state.teachers)
     return {f"eval/{key}": value for key, value in metrics.items()}
+
+
+def evaluation_metrics(state, sums):
+    metrics, of_teachers = metrics_of(sums, state.teachers)
+    for setup, of_teacher in zip(state.teachers, of_teachers):
+        metrics |= named(state, setup, of_teacher)
+    return metrics
 
 
 def log_tasks(state, step, log, stop):

@@ -96,12 +96,12 @@ def test_each_teacher_has_flags_and_routes_of_its_own():
 WRONG = {
     "no list": ('{"model": "A"}', "expected a list of objects"),
     "no JSON": ('[{"model": "A"]', r"not valid JSON \(line 1, column 15\); expected a list such"),
-    "an unknown key": ('[{"model": "A", "los": "gold"}]', "unknown teacher key 'los'; its keys"),
+    "an unknown key": ('[{"model": "A", "los": "gold"}]', "unknown key 'los'; its keys"),
     "no model": ('[{"name": "A"}]', "an entry names no model"),
     "a wrong value": ('[{"model": "A", "loss": "x"}]', "--loss x: expected one of"),
     "a weight of 0": ('[{"model": "A", "weight": 0}]', "weight 0 of A: expected a number above 0"),
     "a weight in words": ('[{"model": "A", "weight": "2"}]', "weight '2' of A: expected a number"),
-    "twins": ('[{"model": "A"}, {"model": "x/A"}]', "two teachers are named A; give each"),
+    "twins": ('[{"model": "A"}, {"model": "x/A"}]', "two are named A; give each"),
     "a key twice": ('[{"model": "A", "loss": "alm", "loss": "uld"}]', "has the key 'loss' twice"),
     "a depth without end": ("[" * 100_000, "nested too deep"),
     "a number without end": ("9" * 5000, "--teachers: not valid JSON"),
@@ -109,7 +109,7 @@ WRONG = {
     "no name": ('[{"model": "A", "name": ""}]', "name '': expected a text"),
     "a name that is a list": ('[{"model": "A", "name": ["b"]}]', "expected a text of at most"),
     "a weight that is true": ('[{"model": "A", "weight": true}]', "weight True of A: expected"),
-    "a weight of infinity": ('[{"model": "A", "weight": 1e999}]', "--kd_weight inf: expected"),
+    "a weight of infinity": ('[{"model": "A", "weight": 1e999}]', "weight inf of A: expected"),
     "routes without a key": ('[{"model": "A", "routes": ["x"]}]', "that --route_key names"),
 }
 

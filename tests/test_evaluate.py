@@ -23,7 +23,7 @@ def evaluated(flags_list, evaluations):
     for flags in flags_list:
         state, inputs = job_for(flags)
         collator = build_collator(state.cfg, inputs, state.device)
-        metrics.append([once_in_a_while.run_evaluation(state, list(map(collator, batches)))
+        metrics.append([once_in_a_while.run_evaluation(state, {"": list(map(collator, batches))})
                         for batches in evaluations])
     return metrics
 

@@ -349,7 +349,7 @@ def test_what_was_written_ahead_serves_the_step_that_it_was_written_for(monkeypa
     """A checkpoint of the step before bad ones lacks some of it: then today's weights write."""
     monkeypatch.setattr(on_policy, "global_sums", lambda values: values)
     prompts = [RolloutPrompt((source, 0), [], "", None, None, 1) for source in range(2)]
-    writer = on_policy.Writer(*[None] * 8, is_restored=True, ahead=dict.fromkeys(keys, "ahead"))
+    writer = on_policy.Writer(*[None] * 7, is_restored=True, ahead=dict.fromkeys(keys, "ahead"))
     asked = []
 
     def write(prompts, _):

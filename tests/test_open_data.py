@@ -434,9 +434,10 @@ def test_a_chat_that_no_tokenizer_takes_is_refused():
 
 
 def run_data(student, source, **flags):
-    """Return the RunData of a run of a student alone."""
+    """Return the SourceData of a run of a student alone."""
     cfg = Config(student="s", kd_weight=0.0, data=str(source), **flags)
-    return load_data(cfg, student, {})
+    [data] = load_data(cfg, student, {}).sources
+    return data
 
 
 @pytest.fixture

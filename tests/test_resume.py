@@ -71,7 +71,8 @@ def test_what_cannot_change_the_result_may_change_when_a_run_resumes(refusal, tm
         ({}, {"loss_memory_mib": 7}), ({}, {"tiled": False}), ({}, {"pack": True}),
         ({}, {"max_bad_steps": 9}), ({}, {"teacher_tp": 2}), ({}, {"output_dir": "x"}),
         (teachers, changed(0, tp=2, engine="zero3", offload=True)), (changed(1, tp=4), teachers),
-        (teachers, changed(0)), *[(plain, other) for other in harmless],
+        (teachers, changed(0)), ({"data": '[{"data": "a"}]'}, {"data": ' [{ "data":"a" }]'}),
+        *[(plain, other) for other in harmless],
     ]:
         assert refusal(first, then) == "", then
     for first, then in [

@@ -14,6 +14,7 @@ from huggingface_hub import ModelCardData
 
 from isogloss.config import Config, configs_by_teacher
 from isogloss.curves import DEFAULT, available, panels_of, picture, read_run
+from isogloss.data.mixture import sources_of
 from isogloss.flags.model_names import without_secrets
 
 HUB_ID = re.compile(r"[\w.-]+/[\w.-]+\Z")
@@ -89,9 +90,13 @@ def front_matter(cfg):
     models = [] if cfg.from_scratch else [cfg.student]
     card = ModelCardData(
         library_name=library, pipeline_tag="text-generation", base_model=hub_ids(models) or None,
-        datasets=hub_ids([cfg.data.partition(":")[0]]) or None,
+        datasets=hub_ids([data.partition(":")[0] for data in data_names(cfg)]) or None,
         tags=["isogloss", "knowledge-distillation"])
     return f"---\n{card}\n---"
+
+
+def data_names(cfg):
+    return [source.cfg.data for source in sources_of(cfg)]
 
 
 def hub_ids(names):
@@ -129,7 +134,7 @@ def facts(record, cfg, step):
             loss = f"loss `{teacher.loss}`, weight {teacher.kd_weight:g}"
             entries.append(["teacher", f"{teacher_name(teacher)}: {loss}"])
     entries.append(["cross-entropy", f"weight {cfg.ce_weight:g}"])
-    entries.append(["data", public_name(cfg.data)])
+    entries.append(["data", ", ".join(map(public_name, data_names(cfg)))])
     entries.append(["steps", f"{step} of {cfg.steps}"])
     entries.append(["ranks", record.get("ranks", "")])
     versions = record.get("versions", {})

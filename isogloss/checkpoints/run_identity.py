@@ -1,5 +1,6 @@
 """State what has to be the same when a run resumes, and what a checkpoint depends on besides."""
 
+import json
 from dataclasses import asdict
 from pathlib import Path
 
@@ -7,7 +8,7 @@ import torch.distributed as dist
 
 from isogloss.config import Config, configs_by_teacher, teacher_entries, teacher_keys
 from isogloss.flags.model_names import without_secrets
-from isogloss.flags.parse import flags_that
+from isogloss.flags.parse import flags_that, is_table
 from isogloss.student.ds_config import (
     BATCH_KEYS,
     RESUMABLE_KEYS,
@@ -38,6 +39,8 @@ def run_identity(cfg):
     for name, value in asdict(cfg).items():
         if name not in free:
             identity[name] = value
+    if is_table(cfg.data):  # however it is written
+        identity["data"] = json.loads(cfg.data)
     identity["teacher"] = cfg.teacher_kind.lasting_name or cfg.teacher
     if cfg.teachers:
         kinds = [teacher.teacher_kind for teacher in configs_by_teacher(cfg).values()]

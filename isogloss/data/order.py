@@ -129,6 +129,21 @@ def check_routes(dataset, route_key, routes):
                              f"name the route {route!r}; name values of the column")
 
 
+def check_route(route, source, routes_by_teacher):
+    """Raise a ValueError where no teacher reads the rows of a source with this route.
+
+    Args:
+        routes_by_teacher: {teacher: its routes, or None for all that no other names}.
+    """
+    if isinstance(route, (list, dict)):
+        raise ValueError(f"--data: route {route!r:.40} of {source}: expected a text or a number")
+    taken = routes_by_teacher.values()
+    if not any(routes is None or route in routes for routes in taken):
+        its = "no route" if route is None else f"route {route!r}"
+        raise ValueError(f"--data: {its} of {source}: no teacher of --teachers reads such rows; "
+                         "name one that does")
+
+
 def split_dataset(dataset, eval_rows, text_key, source=""):
     """Return (train, held out): the first `eval_rows` rows are held out, whatever the seed."""
     streaming = isinstance(dataset, datasets.IterableDataset)
@@ -177,6 +192,7 @@ class ExampleReader:
         has_chats: the rows are chats, or JSON of chats.
         drop_images: leave out what of a chat is no text, such as images.
         weight_key: column of the rows' weights; empty: they weigh 1.
+        route: of all rows; an Ellipsis: see route_key.
     """
 
     text_key: str
@@ -191,6 +207,7 @@ class ExampleReader:
     teacher_prompt_key: str = ""
     drop_images: bool = False
     weight_key: str = ""
+    route: object = ...
 
     def sample(self, rows, number=None):
         """Return the Example of a row, or of several that are joined.
@@ -203,7 +220,7 @@ class ExampleReader:
         texts = []
         for offset, row in enumerate(rows):
             texts.append(self(row, None if number is None else number + offset).content)
-        return Example("\n".join(filter(None, texts)))
+        return Example("\n".join(filter(None, texts)), self.route)
 
     def __call__(self, row, number=None):
         """Return the Example of a row, whose number is for messages alone."""
@@ -213,7 +230,7 @@ class ExampleReader:
             raise DataError(f"--data {self.source}: {name} of {self.text_key!r}{problem}; repair "
                             "or remove it")
         # the Ellipsis stands for all teachers, None for an empty cell of the column
-        route = row[self.route_key] if self.route_key else ...
+        route = row[self.route_key] if self.route_key else self.route
         content = self._content(row, self.text_key)
         prompt = self._content(row, self.prompt_key) if self.prompt_key else None
         context = 0

@@ -68,12 +68,10 @@ def load_samples(cfg, inputs, student):
 
     Rows that give no prompt are left out, as on-policy.
     """
-    data = inputs.data.held_out_data
     prompter = build_prompter(cfg, inputs.student, 1)
     prompts = []
     references = []
-    for row in range(min(cfg.eval_samples, len(data))):
-        example = inputs.data.held_out_reader(data[row], row)
+    for row, example in enumerate(inputs.data.held_out(cfg.eval_samples)):
         try:
             prompt = prompter.prompt(example, (row, 0))
         except SkippedPrompt:

@@ -238,7 +238,7 @@ def evaluation_terms(batch, setups, sequence_group):
 
 @torch.no_grad()
 def evaluate(batches, student, setups, sequence_group=None):
-    """Compute global means over held-out batches.  All ranks call it, with equally many batches.
+    """Sum up held-out batches over all ranks, which call it with equally many.
 
     Args:
         batches: Batches on the device.
@@ -246,8 +246,7 @@ def evaluate(batches, student, setups, sequence_group=None):
         setups: `targets.TeacherSetup` of every teacher, with its source.
         sequence_group: SequenceGroup where ranks hold shards of sequences.
     Returns:
-        (metrics of the student, [metrics of each teacher]), equal on every rank; see
-        docs/metrics.md.
+        EvaluationSums, equal on every rank.
     """
     empty = EvaluationSums(teachers=[ModelSums() for _ in setups],
                            pairs=[PairSums.of_loss(setup.loss) for setup in setups])
@@ -261,7 +260,15 @@ def evaluate(batches, student, setups, sequence_group=None):
                 totals += sums
         for setup in setups:
             setup.source.release()
-    sums = empty.with_numbers(global_sums(totals).tolist())  # one collective for everything
+    return empty.with_numbers(global_sums(totals).tolist())  # one collective for everything
+
+
+def metrics_of(sums, setups):
+    """Return (metrics of the student, [metrics of each teacher]); see docs/metrics.md.
+
+    Args:
+        sums: EvaluationSums; setups: as above.
+    """
     metrics = []
     for teacher, pair, setup in zip(sums.teachers, sums.pairs, setups):
         metrics.append(teacher.metrics("teacher") | pair.metrics(setup.loss))

@@ -25,7 +25,7 @@ from fire.parser import DefaultParseValue
 
 import isogloss
 from isogloss.flags.model_names import without_secrets
-from isogloss.flags.yaml_file import read_flag_file
+from isogloss.flags.yaml_file import parse_json, read_flag_file
 
 # Names of flags that public recipes use, and what they are called here.
 OLD_NAMES = {"student_model": "student", "teacher_model": "teacher"}
@@ -167,6 +167,8 @@ def expanded(flag, path, is_written=False):
     Raises:
         ValueError: no file can have this name.
     """
+    if is_table(path):  # whose entries name paths
+        return path
     if not path.strip():
         raise ValueError(f"{flag}={path}: is empty; expected a path")
     full = os.path.expanduser(path)
@@ -193,6 +195,51 @@ def shipped(path):
             if os.path.exists(os.path.join(folder, path)):
                 return os.path.join(folder, path)
     return path
+
+
+# --- tables ---------------------------------------------------------------------------------------
+
+
+def is_table(text):
+    """Return whether a flag's value is a JSON list of objects, as --teachers and --data may be."""
+    return re.match(r"\s*\[\s*\{", text) is not None
+
+
+def read_entries(name, text, example):
+    """Return the entries of a table.
+
+    Args:
+        name: the flag's name; example: what to write, for errors.
+    Raises:
+        ValueError: it is no list of JSON objects.
+    """
+    # a string, because fire would read a list its own way
+    entries = parse_json(f"--{name}", text, f"; expected a list such as {example}")
+    is_list = isinstance(entries, list) and entries
+    if not is_list or not all(isinstance(entry, dict) for entry in entries):
+        raise ValueError(f"--{name}: expected a list of objects such as {example}")
+    return entries
+
+
+def check_entry(flag, entry, name, keys, others):
+    """Raise a ValueError for an entry of a table with a wrong key, name or weight.
+
+    Args:
+        flag: name of the table's; name: of the entry.
+        keys: that it may have; others: names of those before it.
+    """
+    for key in entry:
+        if key not in keys:
+            raise ValueError(f"--{flag}: unknown key {key!r}; its keys are {', '.join(keys)}")
+    if not isinstance(name, str) or not name.strip() or len(name) > LONGEST_NAME:
+        raise ValueError(f"--{flag}: name {name!r:.40}: expected a text of at most {LONGEST_NAME} "
+                         "characters")
+    if name in others:
+        raise ValueError(f"--{flag}: two are named {name}; give each a name of its own")
+    weight = entry.get("weight", 1.0)
+    is_number = isinstance(weight, (int, float)) and not isinstance(weight, bool)
+    if not (is_number and 0 < weight < math.inf):
+        raise ValueError(f"--{flag}: weight {weight!r} of {name}: expected a number above 0")
 
 
 # --- the command line -----------------------------------------------------------------------------

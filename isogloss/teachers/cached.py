@@ -180,8 +180,7 @@ class CacheSpec(TeacherSpec):
 
     @classmethod
     def check_data(cls, cfg, parts):
-        if not cfg.route_key:  # else it needs no more than its routes
-            check_texts(cfg.teacher_cache, parts)
+        check_texts(cfg.teacher_cache, parts)
 
     @classmethod
     def of(cls, cfg, encoder, device, student=None):

@@ -21,7 +21,6 @@ from isogloss.config import Config
 from isogloss.data.batch import Collator
 from isogloss.data.batch_types import Example
 from isogloss.data.ends import stop_ids
-from isogloss.data.order import ExampleReader
 from isogloss.data.rollouts import (
     HELD_OUT,
     TRAINING,
@@ -100,7 +99,7 @@ class Writer:
         runner: `engine.StudentRunner` of the student in training.
         collator: makes Batches of Drafts.
         prompter: Prompter, for held-out rows.
-        held_out_data: rows of an evaluation.
+        held_out: Examples of the rows of an evaluation.
         device: of this rank.
         readers: SequenceGroup of the ranks that read the same samples, or None.
         student: WholeStudent that writes, unless a process does.
@@ -119,8 +118,7 @@ class Writer:
     encoder: TextEncoder
     collator: Collator
     prompter: Prompter
-    reader: ExampleReader
-    held_out_data: object
+    held_out: list
     device: torch.device
     readers: SequenceGroup | None = None
     student: WholeStudent | None = None
@@ -411,10 +409,10 @@ class Writer:
         # ranks of a sequence group read the same samples
         reader_rank = dist.get_rank() // self.cfg.ranks_per_reader
         num_readers = dist.get_world_size() // self.cfg.ranks_per_reader
-        num_rows = min(self.cfg.rollout_eval, len(self.held_out_data))
+        num_rows = len(self.held_out)
         examples = []
         for row in range(reader_rank, num_rows, num_readers):
-            example = self.reader(self.held_out_data[row], row)
+            example = self.held_out[row]
             try:
                 prompt = self.prompter.prompt(example, (row, 0))
             except SkippedPrompt:
