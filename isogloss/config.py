@@ -97,6 +97,12 @@ class ModelFlags:
     lora_targets: str = flag(
         "", "names of the linear layers that get one, with commas, as q_proj,v_proj. Empty: all "
         "but the head.")
+    router_weight: float = flag(
+        -1.0, "of the loss that balances the experts of a mixture, as transformers defines it, "
+        "over all tokens of a step. -1: what the student's config says, router_aux_loss_coef "
+        "where output_router_logits is true. 0: none.", low=-1, high=1e3)
+    freeze_router: bool = flag(
+        False, "do not train what chooses the experts of a mixture, and balance nothing.")
     trust_remote_code: bool = flag(
         False, "run the Python code that comes with a student or a teacher, which can do "
         "anything. false refuses models that need it.")
@@ -740,6 +746,9 @@ EXCLUDES = [
     ("lora_r", "from_scratch", ", whose frozen weights would be random; leave out one of them"),
     ("lora_r", "pipeline_parallel",
      ", which cuts a model without adapters; use ZeRO-3, or leave out one of them"),
+    ("freeze_router", "router_weight", ", which trains it; leave out one of them"),
+    *[(name, "pipeline_parallel", ", whose stages know their own layers alone; leave out one of "
+       "them") for name in ("freeze_router", "router_weight")],
     ("writer", "rollout_command", ": both say what writes; leave out one of them"),
     ("pipeline_parallel", "sequence_parallel", ": these do not go together; leave out one of them"),
     *[(name, "pipeline_parallel", ", whose stages share no weights; use ZeRO-3, or let the student "

@@ -57,6 +57,7 @@ from isogloss.models.adapters import student_adapter
 from isogloss.projection_tools.tokenizers import load_tokenizer
 from isogloss.student.ds_config import batch_sizes, read_ds_config, resolve_ds_config
 from isogloss.student.ds_engine import check_with_deepspeed
+from isogloss.student.router import router_weight
 from isogloss.student.stages import check_pipeline_layout
 from isogloss.student.ulysses import check_sequence_layout
 from isogloss.targets import TeacherSetup
@@ -143,6 +144,7 @@ class RunInputs:
         checkpoint: Path to resume from, or None.
         convert: the checkpoint was written in another layout.
         tasks: TaskSuite, or None.
+        balances_experts: the student's routers have a loss.
     """
 
     student: TextEncoder
@@ -152,6 +154,7 @@ class RunInputs:
     checkpoint: Path | None
     convert: bool = False
     tasks: TaskSuite | None = None
+    balances_experts: bool = False
 
 
 def check_inputs(cfg, device, roles=None):
@@ -167,6 +170,12 @@ def check_inputs(cfg, device, roles=None):
     student, student_config = load_text_encoder(
         "student", cfg.student, cfg.max_length, cfg.trust_remote_code, template_kwargs(cfg))
     check_student_class(cfg.student, cfg.trust_remote_code)
+    balances_experts = bool(router_weight(cfg, student_config))
+    if balances_experts and cfg.pipeline_parallel > 1:
+        balances_experts = False
+        if dist.get_rank() == 0:
+            print_line(f"--student {cfg.student}: its config.json asks for the loss of its router "
+                       "(output_router_logits); a pipeline learns without it")
     encoders = load_teacher_encoders(cfg, student, roles)
     student, encoders = with_common_ids(student, encoders)
     tasks = load_student_tasks(cfg, student, student_config)
@@ -196,7 +205,8 @@ def check_inputs(cfg, device, roles=None):
     # the engine has to know before it starts, but that of ZeRO stage 0 loads no such checkpoint
     if convert and run_layout(cfg)["zero_stage"]:
         ds_config["checkpoint"] = ds_config.get("checkpoint", {}) | {"load_universal": True}
-    return RunInputs(student, teachers, ds_config, data, checkpoint, convert, tasks)
+    return RunInputs(student, teachers, ds_config, data, checkpoint, convert, tasks,
+                     balances_experts)
 
 
 def steps_of_epochs(cfg, data, raw_ds_config):
@@ -315,9 +325,6 @@ def check_student_class(path, trust_remote_code=False):
         raise ValueError(
             f"--student {path}: {config.model_type} models read more than text, and what reads the "
             "rest could not be trained; use a model of text alone (as a --teacher it would do)")
-    if getattr(config, "output_router_logits", False) and dist.get_rank() == 0:
-        print_line(f"--student {path}: its config.json asks for the loss of its router "
-                   "(output_router_logits); that is not part of this loss")
 
 
 def load_student_tasks(cfg, student, config):
@@ -657,4 +664,5 @@ def build_collator(cfg, inputs, device, tile_mib=None):
         sequence_rank=dist.get_rank() % cfg.sequence_parallel,
         sequence_size=cfg.sequence_parallel,
         computes_loss=is_last_stage(cfg.pipeline_parallel),
-        width_step=1 if is_cpu else GPU_WIDTH_STEP)
+        width_step=1 if is_cpu else GPU_WIDTH_STEP,
+        marks_text=inputs.balances_experts)

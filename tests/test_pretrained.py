@@ -261,16 +261,6 @@ def test_the_language_model_of_one_that_also_sees(tmp_path):
     assert torch.equal(model.get_input_embeddings().weight, names[name])
 
 
-@pytest.mark.parametrize("asks", [True, False])
-def test_a_line_says_that_a_routers_own_loss_is_not_learned(tmp_path, monkeypatch, capsys, asks):
-    from isogloss import inputs
-
-    transformers.MixtralConfig(output_router_logits=asks).save_pretrained(tmp_path)
-    monkeypatch.setattr(inputs.dist, "get_rank", lambda: 0)
-    inputs.check_student_class(str(tmp_path))
-    assert ("the loss of its router" in capsys.readouterr().err) == asks
-
-
 # --- tokenizers -----------------------------------------------------------------------------------
 
 

@@ -84,6 +84,7 @@ class Collator:
         sequence_rank, sequence_size: which shard of every sequence this rank holds.
         computes_loss: this rank does; another one of its pipeline needs no tiles and no counts.
         width_step: rows are as wide as a multiple of it, see `Rows`.
+        marks_text: batches say which positions hold no padding.
     """
 
     student: TextEncoder
@@ -97,6 +98,7 @@ class Collator:
     sequence_size: int = 1
     computes_loss: bool = True
     width_step: int = 1
+    marks_text: bool = False
 
     def __call__(self, examples, sample_ids=None):
         """Return the Batch of some examples.
@@ -331,6 +333,7 @@ class Collator:
             positions=rows.positions() if self.pack else None,
             logp=None if rows.is_rollout is None else rows.fill(
                 sides, "logp", np.nan, np.float32),
+            is_text=rows.fill(sides, "ids", -1) >= 0 if self.marks_text else None,
         )
 
     def _teacher_batch(self, pair, samples, student, student_rows):
@@ -493,12 +496,11 @@ class Collator:
         # here, because every layer would have to wait for the device to tell
         student.documents = document_spans(student.positions)
         columns = self._shard_columns(width)
-        names = ["ids", "labels", "num_bytes", "positions"]
-        if student.logp is not None:
-            names.append("logp")
-        for name in names:
-            # a view would send the rows' whole storage from the data worker
-            setattr(student, name, getattr(student, name)[:, columns].contiguous())
+        for name in ("ids", "labels", "num_bytes", "positions", "logp", "is_text"):
+            whole = getattr(student, name)
+            if whole is not None:
+                # a view would send the rows' whole storage from the data worker
+                setattr(student, name, whole[:, columns].contiguous())
 
     def _localize(self, batch, shard):
         """Let a TeacherBatch name the student's positions as this rank holds them."""

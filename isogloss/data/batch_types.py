@@ -25,6 +25,7 @@ class StudentBatch:
         logp: (B, S) float32, log-probability of the label when the student wrote it, NaN for what
             it did not write; None: there is no rollout.
         documents: of shards, the `sequence_group.document_spans` of their whole rows, else None.
+        is_text: (B, S) bool, positions that hold no padding; None: nothing asks for it.
     """
 
     ids: torch.Tensor
@@ -34,6 +35,7 @@ class StudentBatch:
     tiles: Sequence | None = None
     logp: torch.Tensor | None = None
     documents: list | None = None
+    is_text: torch.Tensor | None = None
 
 
 @dataclass

@@ -58,6 +58,8 @@ class StepReport:
         metrics["cut_before_labels"] = mean_of(self.counts.cut_samples, self.counts.samples)
         for name, value in self.others.items():
             metrics[name] = value.read() if isinstance(value, Readback) else value
+        if "router_loss" in metrics and terms:
+            metrics["loss"] += self.state.student.balance.weight * metrics["router_loss"]
         return metrics
 
     def of_teacher(self, number):

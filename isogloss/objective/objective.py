@@ -69,6 +69,7 @@ class LossTerms:
         sequence_group: ranks that hold the other shards of the sequences, or None.
         parameters: what the loss trains beside the student's model.
         window: adds up the gradient of the head over the micro-batches of a step, or None.
+        balance: `router.RouterBalance`, or None.
     """
 
     ce_weight: float
@@ -77,9 +78,15 @@ class LossTerms:
     sequence_group: SequenceGroup | None = None
     parameters: list = ()
     window: GradientWindow | None = None
+    balance: object = None
 
     def reduce(self, student_logits):
         return micro_batch_loss(student_logits, self)
+
+    def with_routers(self, reduced, heard, is_text):
+        """Return (loss, sums) with the loss of the routers, whose logits were heard."""
+        loss, sums = reduced
+        return loss + self.balance.loss(heard, is_text), sums
 
 
 def in_windows(terms, window_ends):

@@ -2,6 +2,7 @@
 
 import inspect
 import itertools
+from contextlib import nullcontext
 from functools import partial
 from typing import Protocol
 
@@ -24,6 +25,7 @@ from isogloss.student.finite import (
     let_overflow_skip_steps,
     spoil_gradient_unless_finite,
 )
+from isogloss.student.router import freeze_routers
 from isogloss.tiles import HiddenLogits, StoredLogits, head_of
 
 
@@ -69,9 +71,12 @@ class StudentWithLoss(nn.Module):
             arguments["documents"] = batch.documents  # for `ulysses.core_attention`
         if terms is None:
             return self.model(**arguments).logits
-        with kept_activations(self.model, batch.ids.shape, self.activation_offload):
+        balance = getattr(terms, "balance", None)
+        with (kept_activations(self.model, batch.ids.shape, self.activation_offload),
+              balance.listening() if balance else nullcontext() as heard):
             logits = logits_source(self.model, arguments, self.vocab, self.tiled)
-        return terms.reduce(logits)
+        reduced = terms.reduce(logits)
+        return terms.with_routers(reduced, heard, batch.is_text) if balance else reduced
 
     def collect_weights(self, is_wanted=lambda name: True):
         """Return {name: whole tensor} of weights and buffers on rank 0, {} elsewhere; collective.
@@ -185,15 +190,20 @@ class StudentRunner(Protocol):
 
 
 class EngineRunner:
-    """Run a student that an engine holds whole, or in shards of every tensor; a StudentRunner."""
+    """Run a student that an engine holds whole, or in shards of every tensor; a StudentRunner.
+
+    Attributes:
+        balance: RouterBalance of its experts, or None.
+    """
 
     computes_loss = True
     batches_at_once = 1
     loss_group = None
 
-    def __init__(self, engine, vocab):
+    def __init__(self, engine, vocab, balance=None):
         self.engine = engine
         self.vocab = vocab
+        self.balance = balance
         self.averaged_ranks = dist.get_world_size()
         self.description = describe_adapter(engine.module.model)
         self.num_parameters = 0
@@ -205,7 +215,10 @@ class EngineRunner:
     def train(self, micro_batches, terms):
         engine = self.engine
         total = 0
+        if self.balance:
+            self.balance.begin(engine, micro_batches)
         for batch, batch_terms in zip(micro_batches, terms, strict=True):
+            batch_terms.balance = self.balance
             loss, sums = engine(batch.student, batch_terms)
             total = total + sums
             engine.backward(spoil_gradient_unless_finite(loss))
@@ -226,7 +239,7 @@ class EngineRunner:
         return numbers
 
     def metrics(self):
-        return {}
+        return self.balance.metrics() if self.balance else {}
 
 
 # Of a GPU's memory, what the sum of the head's gradient may take.  Not tuned.
@@ -286,6 +299,8 @@ def load_student(cfg, ds_config, attention="auto"):
             unset_hf_deepspeed_config()  # on every rank, or the teacher would be partitioned too
     if adapter and adapter_of(model) is None:
         add_adapter(f"lora_r {cfg.lora_r}", model, adapter, cfg.seed)
+    if cfg.freeze_router:
+        freeze_routers(model)
     model.config.use_cache = False
     model.train()  # from_pretrained leaves it in evaluation mode, without dropout
     if cfg.activation_checkpointing:
