@@ -6,7 +6,7 @@ equations 4 to 6, as `load_balancing_loss_func` of transformers has it).  Its gr
 P alone, so f is counted first: over all micro-batches and ranks of the step, without padding.  So
 the gradient does not depend on how a step is divided.
 
-Tests: tests/test_router.py.
+Tests: tests/test_families.py.
 """
 
 from contextlib import contextmanager
