@@ -118,6 +118,22 @@ def models(tokenizers, tmp_path_factory):
 
 
 @pytest.fixture(scope="session")
+def chat_models(models, tmp_path_factory):
+    """Directories of the student and the teacher with chat templates of their own."""
+    import shutil
+
+    folders = []
+    for model, name, end in zip(models, ("student", "teacher"), ("\\n", " ")):
+        folder = tmp_path_factory.mktemp("chat") / name
+        shutil.copytree(model, folder)
+        (folder / "chat_template.jinja").write_text(
+            "{% for message in messages %}{{ message.role + ': ' + message.content + '" + end
+            + "' }}{% endfor %}")
+        folders.append(str(folder))
+    return folders
+
+
+@pytest.fixture(scope="session")
 def untied(models, tmp_path_factory):
     """The student's architecture and tokenizer, other weights, a head of its own."""
     import shutil

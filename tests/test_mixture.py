@@ -1,7 +1,6 @@
 """mixture.py: several data sets with weights, mapped and as streams, in runs that stop."""
 
 import json
-import shutil
 
 import pytest
 
@@ -177,20 +176,6 @@ def sources(tmp_path_factory, texts):
         path.write_text("\n".join(map(json.dumps, rows)))
         entries.append({"data": str(path), "name": name, "weight": weight} | keys[name])
     return entries
-
-
-@pytest.fixture(scope="module")
-def chat_models(models, tmp_path_factory):
-    """The student and the teacher with chat templates of their own."""
-    folders = []
-    for model, name, end in zip(models, ("student", "teacher"), ("\\n", " ")):
-        folder = tmp_path_factory.mktemp("chat") / name
-        shutil.copytree(model, folder)
-        (folder / "chat_template.jinja").write_text(
-            "{% for message in messages %}{{ message.role + ': ' + message.content + '" + end
-            + "' }}{% endfor %}")
-        folders.append(folder)
-    return folders
 
 
 @pytest.mark.slow

@@ -1,0 +1,226 @@
+"""Distill across tokenizers inside the trainer that you have: transformers, TRL, Lightning, a loop.
+
+    from trl import SFTConfig, SFTTrainer
+    from isogloss.integrations import distilled
+
+    trainer = distilled(SFTTrainer, "Qwen/Qwen3-8B")(
+        "HuggingFaceTB/SmolLM2-135M-Instruct", args=SFTConfig("student"), train_dataset=dataset)
+    trainer.train()
+
+A row is a text, messages with or without tools, or a prompt and its completion, as TRL's data sets
+have them; each model reads it by its own template.  `Distillation` is what such a trainer is made
+of: rows to batches, logits to a loss.  See docs/trainers.md.
+
+Tests: tests/test_integrations.py.
+"""
+
+from dataclasses import replace
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, TrainingArguments
+
+from isogloss.align import TokenTable
+from isogloss.config import Config, template_kwargs
+from isogloss.data.batch import Collator, PairOptions
+from isogloss.data.order import ExampleReader
+from isogloss.data.sample import TextEncoder
+from isogloss.inputs import with_common_ids
+from isogloss.job.columns import to_device
+from isogloss.objective.loss_table import loss_flags
+from isogloss.objective.objective import LossTerms, TeacherTerm, micro_batch_loss
+from isogloss.targets import TeacherSetup, teacher_targets
+from isogloss.teachers.model import ModelSpec, ModelTeacher, WholeModel
+from isogloss.tiles import StoredLogits, head_of
+
+# Flags of distill.py that mean something here.
+FLAGS = {"loss", "kd_weight", "ce_weight", "max_length", "teacher_max_length", "train_on",
+         "template_kwargs", "chat_date", "aligner", "drop_images", "token_weights",
+         "token_half_life", "token_entropy"}
+# {columns of a row: flags of distill.py that say so}, as TRL names them
+COLUMNS = {("messages",): {"text_key": "messages"},
+           ("prompt", "completion"): {"prompt_key": "prompt", "completion_key": "completion"},
+           ("text",): {"text_key": "text"}}
+
+
+class Distillation:
+    """Make batches of rows for a student and its teacher, and a loss of the student's logits.
+
+    Args:
+        student_tokenizer: a fast tokenizer of transformers.
+        teacher: hub id, directory, or a causal language model of transformers, which is frozen.
+        teacher_tokenizer: None: the one of a teacher that is named.
+        flags: those of distill.py that describe the loss and the texts, see `FLAGS`.
+    Raises:
+        ValueError: a flag that does not exist or is wrong, a teacher without a tokenizer.
+    """
+
+    def __init__(self, student_tokenizer, teacher, teacher_tokenizer=None, **flags):
+        self.cfg = config_of(flags)
+        if teacher_tokenizer is None and not isinstance(teacher, str):
+            raise ValueError("teacher_tokenizer: is missing, and a model does not know its own; "
+                             "give it, or the name of the teacher")
+        teacher_tokenizer = teacher_tokenizer or AutoTokenizer.from_pretrained(teacher)
+        if isinstance(teacher, str):
+            teacher = AutoModelForCausalLM.from_pretrained(teacher, dtype="auto")
+        self.model = teacher.eval().requires_grad_(False)
+        context = getattr(teacher.config.get_text_config(), "max_position_embeddings", 0)
+        lengths = self.cfg.max_length, self.cfg.teacher_max_length or context or 2**31
+        encoders = []
+        for tokenizer, length in zip((student_tokenizer, teacher_tokenizer), lengths):
+            encoders.append(TextEncoder(tokenizer, TokenTable.from_tokenizer(tokenizer), length,
+                                        template_kwargs(self.cfg)))
+        self.student, teachers = with_common_ids(encoders[0], {"teacher": encoders[1]})
+        self.encoder = teachers["teacher"]
+        self.device = None
+        self.to("cpu")
+        pair = PairOptions(self.encoder, self.setup.loss.spelling,
+                           token_weights=self.cfg.token_weights,
+                           half_life=self.cfg.token_half_life)
+        self.collator = Collator(self.student, [pair], self.cfg.train_on, self.cfg.aligner)
+
+    def to(self, device):
+        """Move the teacher and the tables of the loss to a device."""
+        if torch.device(device) == self.device:
+            return
+        self.device = torch.device(device)
+        model = self.model.to(self.device)
+        vocab = len(self.encoder.table)
+        # all columns: which of them matter most would be a question to all ranks
+        cfg = replace(self.cfg, projection_topk=vocab)
+        spec = ModelSpec(path="teacher", vocab=vocab, device=self.device)
+        self.setup = TeacherSetup.of(
+            "teacher", cfg, self.encoder, spec, student=self.student, device=self.device)
+        self.setup.source = ModelTeacher(
+            WholeModel(model), head_of(model, vocab), spec, "replicated", 0)
+
+    def collate(self, rows):
+        """Return {"labels": (B, S), "batch": Batch} of rows, dicts as they lie in a data set.
+
+        Raises:
+            DataError: a row that holds no text, no chat, or no prompt and completion.
+        """
+        read = reader_of(rows[0], self.cfg)
+        batch = self.collator([read(row) for row in rows])
+        return {"labels": batch.student.labels, "batch": batch}
+
+    def inputs(self, batch, device="cpu"):
+        """Return the arguments of the student's forward pass for what `collate` gave."""
+        return {"input_ids": batch["batch"].student.ids.to(device), "use_cache": False}
+
+    def loss(self, logits, batch, terms=None, scale=1.0):
+        """Return the loss () of a batch with its graph, and the sums of what it consists of.
+
+        The teacher runs where the logits are.
+
+        Args:
+            logits: (B, S, V or more), of the student for `inputs(batch)`.
+            terms: (labels, terms of the distillation loss) of all that is averaged over, as
+                `count_terms` says; None: of this batch.
+            scale: factor of the loss.
+        Returns:
+            (loss, [cross-entropy, distillation loss]), the sums over this batch in nats.
+        """
+        num_ce, num_kd = terms or count_terms(batch)
+        self.to(logits.device)
+        moved = to_device(batch["batch"], self.device)
+        [target] = teacher_targets(self.setup, moved.teachers)
+        student = StoredLogits(logits[..., : len(self.student.table)].flatten(0, 1))
+        term = TeacherTerm(moved.teachers[0], target, scale * self.cfg.kd_weight / max(num_kd, 1))
+        loss, sums = micro_batch_loss(
+            student, LossTerms(scale * self.cfg.ce_weight / max(num_ce, 1), [term]))
+        return loss, sums[0, :2]
+
+
+def config_of(flags):
+    """Return the Config of the flags; others than `FLAGS` and those of losses are refused."""
+    known = FLAGS | set(loss_flags()) - {"projection_topk"}
+    for name in flags:
+        if name not in known:
+            raise ValueError(f"{name}={flags[name]!r}: no such flag here; they are "
+                             f"{', '.join(sorted(known))}")
+    return Config(student="student", teacher="teacher", data="rows", **flags)
+
+
+def reader_of(row, cfg):
+    """Return the `order.ExampleReader` of rows like this one."""
+    for names, keys in COLUMNS.items():
+        if all(row.get(name) is not None for name in names):
+            key = keys.get("completion_key") or keys["text_key"]
+            return ExampleReader(
+                key, prompt_key=keys.get("prompt_key", ""), is_completion="prompt_key" in keys,
+                source="rows", tools_key="tools", drop_images=cfg.drop_images,
+                filled=frozenset(["tools", *names]))
+    raise ValueError(f"a row has the columns {', '.join(row)}; expected text, messages, or prompt "
+                     "and completion")
+
+
+def count_terms(*batches):
+    """Return (labels, terms of the distillation loss) of what `collate` gave."""
+    counts = [batch["batch"].counts for batch in batches]
+    return (sum(count.ce_tokens for count in counts),
+            sum(count.pairs[0].kd_terms for count in counts))
+
+
+def distilled(trainer_class, teacher, teacher_tokenizer=None, **flags):
+    """Return a subclass of the Trainer of transformers, or of TRL's SFTTrainer, with a teacher.
+
+    Its loss is ce_weight * cross-entropy + kd_weight * distillation loss, each a mean over all
+    micro-batches of a step and all ranks; both are logged as `ce` and `kd`.  It is made as its base
+    class is, with `args`; what that does to prepare texts is left to `Distillation.collate`.
+
+    Args:
+        teacher, teacher_tokenizer, flags: see `Distillation`; max_length is SFTConfig's unless
+            given.
+    """
+    class Distilled(trainer_class):
+        def __init__(self, *arguments, **options):
+            settings = options.get("args") or next(
+                (one for one in arguments if isinstance(one, TrainingArguments)), None)
+            if settings is None:
+                raise ValueError("args: expected TrainingArguments, or TRL's SFTConfig")
+            if getattr(settings, "packing", False):
+                raise ValueError("packing=True: each row is one text for both models; leave it out")
+            settings.remove_unused_columns = False
+            if hasattr(settings, "dataset_kwargs"):
+                settings.dataset_kwargs = {"skip_prepare_dataset": True}
+            if getattr(settings, "max_length", None):
+                flags.setdefault("max_length", settings.max_length)
+            super().__init__(*arguments, data_collator=lambda rows: rows, **options)
+            self.distillation = Distillation(
+                self.processing_class, teacher, teacher_tokenizer, **flags)
+            self.data_collator = self.distillation.collate
+            self.loss_is_scaled_for_ga = True  # by the terms of all micro-batches
+            self.terms = None
+            self.seen = torch.zeros(4, dtype=torch.float64)  # sums and terms since the last log
+
+        def _get_num_items_in_batch(self, batch_samples, device):
+            self.terms = count_terms(*batch_samples)
+            if self.args.world_size > 1:
+                terms = torch.tensor([self.terms], dtype=torch.float64, device=device)
+                self.terms = self.accelerator.gather(terms).sum(0).tolist()
+            return torch.tensor(self.terms[0], device=device)
+
+        def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+            trains = num_items_in_batch is not None
+            outputs = model(**self.distillation.inputs(inputs, self.args.device))
+            loss, sums = self.distillation.loss(
+                outputs.logits, inputs, self.terms if trains else None,
+                self.accelerator.num_processes if trains else 1.0)
+            if trains:
+                counts = torch.tensor(count_terms(inputs), dtype=torch.float64)
+                self.seen += torch.cat([sums.double().cpu(), counts])
+            return (loss, outputs) if return_outputs else loss
+
+        def prediction_step(self, model, inputs, prediction_loss_only, ignore_keys=None):
+            with torch.no_grad():
+                return self.compute_loss(model, inputs).detach(), None, None
+
+        def log(self, logs, *arguments, **options):
+            ce, kd, num_ce, num_kd = self.seen.tolist()
+            if num_ce and "loss" in logs:
+                logs |= {"ce": ce / num_ce, "kd": kd / max(num_kd, 1)}
+                self.seen.zero_()
+            super().log(logs, *arguments, **options)
+
+    Distilled.__name__ = f"Distilled{trainer_class.__name__}"
+    return Distilled

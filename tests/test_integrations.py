@@ -1,0 +1,138 @@
+"""integrations.py: the loss of distill.py inside of other trainers, on the same rows."""
+
+import json
+import re
+import types
+from pathlib import Path
+
+import pytest
+from transformers import AutoModelForCausalLM, AutoTokenizer, Trainer, TrainingArguments
+
+import ranks
+from conftest import ROOT
+from isogloss.integrations import Distillation, distilled
+from jobs import ds_config, losses_of, run_distill
+
+# {what rows hold: (row of a text, flags of distill.py)}
+KINDS = {
+    "text": (lambda text: {"text": text}, []),
+    "messages": (lambda text: {"messages": [{"role": "user", "content": text[:20]},
+                                            {"role": "assistant", "content": text[20:]}]},
+                 ["--text_key=messages"]),
+    "completion": (lambda text: {"prompt": text[:20], "completion": text[20:]},
+                   ["--prompt_key=prompt", "--completion_key=completion"]),
+}
+ROWS = 8
+
+
+@pytest.fixture(scope="module")
+def expected(chat_models, texts, tmp_path_factory):
+    """Return {kind: (rows, metrics of a step of distill.py on all of them)}."""
+    folder = tmp_path_factory.mktemp("jobs")
+    rows = {kind: [make(text[:90]) for text in texts[:ROWS]] for kind, (make, _) in KINDS.items()}
+    lines = []
+    for kind, (_, flags) in KINDS.items():
+        (folder / f"{kind}.jsonl").write_text("\n".join(map(json.dumps, rows[kind])))
+        lines.append([f"--student={chat_models[0]}", f"--teacher={chat_models[1]}", "--steps=1",
+                      f"--data={folder / f'{kind}.jsonl'}", "--max_length=60", "--kd_weight=0.7",
+                      "--teacher_dtype=float32", f"--output_dir={folder / kind}", *flags,
+                      f"--ds_config={ds_config(folder / 'ds.json', 0, ROWS, 1)}"])
+    assert ranks.run(1, run_distill, lines) == [[0] * len(KINDS)]
+    return {kind: (rows[kind], losses_of(folder / kind)[0]) for kind in KINDS}
+
+
+def trainer_of(name, folder, **more):
+    """Return (trainer class, its arguments) of a step of four micro-batches that moves nothing."""
+    settings = dict(per_device_train_batch_size=2, gradient_accumulation_steps=4, max_steps=1,
+                    learning_rate=0.0, logging_steps=1, report_to="none", use_cpu=True,
+                    save_strategy="no", disable_tqdm=True) | more
+    if name == "Trainer":
+        return Trainer, TrainingArguments(str(folder), **settings)
+    trl = pytest.importorskip("trl")
+    return trl.SFTTrainer, trl.SFTConfig(str(folder), bf16=False, **settings)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["Trainer", "SFTTrainer"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_trainer_has_the_loss_of_the_job(chat_models, expected, tmp_path, name, kind):
+    from datasets import Dataset
+
+    student, teacher = chat_models
+    rows, metrics = expected[kind]
+    trainer_class, settings = trainer_of(name, tmp_path, eval_strategy="steps", eval_steps=1,
+                                         per_device_eval_batch_size=3)
+    data = Dataset.from_list(rows)
+    trainer = distilled(trainer_class, teacher, kd_weight=0.7, max_length=60)(
+        AutoModelForCausalLM.from_pretrained(student), args=settings, train_dataset=data,
+        eval_dataset=data, processing_class=AutoTokenizer.from_pretrained(student))
+    trainer.train()
+    [trained] = [line for line in trainer.state.log_history if "ce" in line]
+    for key in ("ce", "kd"):
+        assert trained[key] == pytest.approx(metrics[key], rel=1e-5), key
+    assert trained["loss"] == pytest.approx(metrics["loss"], abs=1e-4)  # which it rounds
+    assert trained["grad_norm"] == pytest.approx(metrics["grad_norm"], rel=1e-4)
+    [evaluated] = [line for line in trainer.state.log_history if "eval_loss" in line]
+    assert evaluated["eval_loss"] > 0
+
+
+def train_on_a_rank(student, teacher, rows, folder):
+    """Train as on one of two ranks, and return what is logged."""
+    from datasets import Dataset
+
+    trainer_class, settings = trainer_of("Trainer", folder, gradient_accumulation_steps=2)
+    trainer = distilled(trainer_class, teacher, kd_weight=0.7, max_length=60)(
+        AutoModelForCausalLM.from_pretrained(student), args=settings,
+        train_dataset=Dataset.from_list(rows),
+        processing_class=AutoTokenizer.from_pretrained(student))
+    trainer.train()
+    return trainer.state.log_history[0]
+
+
+@pytest.mark.slow
+def test_two_ranks_average_over_the_terms_of_both(chat_models, expected, tmp_path):
+    rows, metrics = expected["messages"]
+    first, second = ranks.run(2, train_on_a_rank, *chat_models, rows, tmp_path)
+    for logged in (first, second):
+        assert logged["grad_norm"] == pytest.approx(metrics["grad_norm"], rel=1e-4)
+
+
+def blocks():
+    """Return the Python of each section of the page, by its title."""
+    page = (ROOT / "docs" / "trainers.md").read_text()
+    return dict(re.findall(r"^## ([^\n]*)\n.*?^```python\n(.*?)^```", page, re.M | re.S))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("title", ["TRL", "The Trainer of transformers", "Lightning",
+                                   "A loop of your own"])
+def test_the_page_runs_as_it_stands(chat_models, expected, tmp_path, monkeypatch, title):
+    """With small models in the places of the hub's, and few steps."""
+    monkeypatch.chdir(tmp_path)
+    Path("chats.jsonl").write_text("\n".join(map(json.dumps, expected["messages"][0])))
+    code = blocks()[title].replace("max_steps=100", "max_steps=2, use_cpu=True, report_to='none'")
+    for name, path in zip(("HuggingFaceTB/SmolLM2-135M-Instruct", "Qwen/Qwen3-8B"), chat_models):
+        assert name in code
+        code = code.replace(name, path)
+    exec(compile(code, title, "exec"), {})
+
+
+def test_wrong_arguments_are_refused(chat_models):
+    tokenizer = AutoTokenizer.from_pretrained(chat_models[0])
+    for flags, words in [({"on_policy": 0.5}, "on_policy=0.5: no such flag here"),
+                         ({"los": "alm"}, "los='alm': no such flag here"),
+                         ({"loss": "x"}, "--loss x: expected one of"),
+                         ({"max_length": 1}, "--max_length 1: expected 2 or more")]:
+        with pytest.raises(ValueError, match=words):
+            Distillation(tokenizer, chat_models[1], **flags)
+    with pytest.raises(ValueError, match="teacher_tokenizer: is missing"):
+        Distillation(tokenizer, AutoModelForCausalLM.from_pretrained(chat_models[1]))
+    distillation = Distillation(tokenizer, chat_models[1])
+    with pytest.raises(ValueError, match="a row has the columns a, b; expected text, messages"):
+        distillation.collate([{"a": 1, "b": 2}])
+    with pytest.raises(ValueError, match="packing=True"):
+        distilled(SFT, chat_models[1])("m", args=types.SimpleNamespace(packing=True))
+
+
+class SFT:
+    """Stand in for a trainer that is never made."""
