@@ -3,6 +3,7 @@
 import inspect
 import json
 import os
+import re
 import resource
 import shutil
 import sys
@@ -13,6 +14,7 @@ from types import SimpleNamespace
 import huggingface_hub
 import pytest
 import torch
+from huggingface_hub import ModelCard
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import ranks
@@ -275,13 +277,49 @@ def test_a_full_disk_is_one_line_and_leaves_nothing(exported, file, capsys):
     assert (output / file).exists()
 
 
+def test_the_card_is_valid_and_its_lines_run(exported, monkeypatch, capsys):
+    folder = exported / "zero 3" / "student"
+    card = ModelCard.load(folder / "README.md")
+    [first, *_] = card.data.eval_results
+    assert first.metric_type == "student_bits_per_byte" and first.metric_value > 0
+    assert first.dataset_name == "corpus20.jsonl"
+    assert card.data.model_name == "student, distilled from teacher"
+    monkeypatch.chdir(folder)
+    code = re.search(r"^```python\n(.*?)^```", card.text, re.M | re.S)[1]
+    exec(code, {})
+    assert capsys.readouterr().out.startswith("The boat")
+
+
+def test_the_card_says_what_licences_ask(tmp_path):
+    names = {"base": "license: llama3.2\nlanguage:\n- en", "free": "license: apache-2.0",
+             "strict": "license: other\nlicense_name: gemma", "silent": ""}
+    for name, front in names.items():
+        (tmp_path / name).mkdir()
+        if front:
+            (tmp_path / name / "README.md").write_text(f"---\n{front}\n---\n# {name}\n")
+    teachers = [{"model": str(tmp_path / name)} for name in ("free", "strict", "silent")]
+    cfg = Config(student=str(tmp_path / "base"), data="org/data:x", text_key="it's",
+                 teachers=json.dumps(teachers))
+    text = model_card.card_text({}, cfg, [], 3, False)
+    data = ModelCard(text).data
+    assert data.license == "llama3.2" and data.language == ["en"] and data.datasets == ["org/data"]
+    assert "# base, distilled from free, strict, silent\n" in text
+    assert re.findall(r"^- (\w+) \((.*?)\)", text, re.M) == [("base", "llama3.2"),
+                                                            ("strict", "gemma")]
+    assert "--text_key 'it'\"'\"'s'" in text  # as a shell takes it
+    assert "license" not in model_card.front_matter(Config(student="s", teacher="t", data="d"))
+    front = model_card.front_matter(Config(student="no/such_base", teacher="t", data="d", lora_r=2))
+    assert "base_model_relation: adapter" in front and "library_name: peft" in front
+
+
 def test_the_card_says_what_it_was_made_of_and_no_path(exported):
     folder = exported / "zero 3" / "student"
     card = (folder / "README.md").read_text()
     front, _, body = card.removeprefix("---\n").partition("\n---\n")
     assert "library_name: transformers" in front and "tags:\n- isogloss" in front
     assert "base_model:" not in front and "datasets:" not in front  # paths are no hub ids
-    for text in ("# student", "| base model | student |", "teacher: loss `piece_kl`, weight 1",
+    for text in ("# student, distilled from teacher", "| base model | student |",
+                 "teacher: loss `piece_kl`, weight 1",
                  "| data | corpus20.jsonl |", "| steps | 2 of 2 |", "| ranks | 2 |",
                  "--max_length 40", "![Curves of the run](curves.png)"):
         assert text in body, text

@@ -7,10 +7,12 @@ Tests: tests/test_export.py.
 import json
 import os
 import re
+import shlex
 from dataclasses import fields
+from functools import lru_cache
 from pathlib import Path
 
-from huggingface_hub import ModelCardData
+from huggingface_hub import EvalResult, ModelCard, ModelCardData, hf_hub_download
 
 from isogloss.config import Config, configs_by_teacher
 from isogloss.curves import DEFAULT, available, panels_of, picture, read_run
@@ -33,6 +35,25 @@ LEFT_OUT = {
     "resume", "wandb_project", "local_rank", "loss", "projection", "eval_task_data",
     "rollout_command", "plugin", "trust_remote_code", "config", "teacher_cache",
     "teacher_tokenizer"}
+
+
+# {what a licence's name begins with: what it asks of a model made with it, or taught by it}, of the
+# texts of Meta and Google of 2023 to 2025
+RULES = {
+    "llama2": "its outputs may improve no other model than Llama 2 and what derives from it",
+    "llama3": 'a model that was made with it or taught by it has a name that begins with "Llama", '
+              'and says "Built with Llama"',
+    "llama4": 'a model that was made with it or taught by it has a name that begins with "Llama", '
+              'and says "Built with Llama"',
+    "gemma": "a model that learns from its outputs is a derivative, which hands on its terms",
+    "cc-by-nc": "it is not for commercial use",
+}
+CITATION = """\
+@software{isogloss,
+  title = {Isogloss: cross-tokenizer knowledge distillation on DeepSpeed},
+  author = {{The Isogloss authors}},
+  year = {2026}
+}"""
 
 
 def read_record(folder):
@@ -72,27 +93,92 @@ def write_card(target, folder, step):
 
 
 def card_text(record, cfg, lines, step, has_picture):
-    name = public_name(cfg.export or cfg.output_dir).rpartition("/")[2]
-    sections = [front_matter(cfg), f"# {name}", description(cfg)]
+    sections = [front_matter(cfg, lines), f"# {title(cfg)}", description(cfg), usage(cfg)]
     sections.append(table(["", ""], facts(record, cfg, step)))
     results = results_of(lines)
     if results:
-        sections += ["## Held-out results", table(["", "before", f"step {step}"], results)]
+        compared = [[text, f"{values[0]:.4g}", f"{values[-1]:.4g}"] for text, _, values in results]
+        sections += ["## Held-out results", table(["", "before", f"step {step}"], compared)]
     if has_picture:
         sections.append(f"![Curves of the run]({PICTURE})")
+    rules = licence_rules(cfg)
+    if rules:
+        sections += ["## Licences", "\n".join(f"- {rule}" for rule in rules)]
     sections += ["## Flags", "Flags that differ from their defaults:", flags_text(cfg)]
+    sections += ["## Citation", f"```bibtex\n{CITATION}\n```"]
     return "\n\n".join(sections) + "\n"
 
 
-def front_matter(cfg):
+def front_matter(cfg, lines=()):
     """Return the metadata that the hub reads."""
-    library = "peft" if cfg.lora_r and not cfg.merge else "transformers"
-    models = [] if cfg.from_scratch else [cfg.student]
+    is_adapter = bool(cfg.lora_r and not cfg.merge)
+    base = {} if cfg.from_scratch else card_of(cfg.student)
+    models = [] if cfg.from_scratch else hub_ids([cfg.student])
+    sources = hub_ids([data.partition(":")[0] for data in data_names(cfg)])
+    results = []
+    for _, key, values in results_of(lines):
+        is_text = key in MEASURED
+        name = public_name(cfg.eval_data or cfg.data) if is_text else key.removeprefix("eval/")
+        results.append(EvalResult(
+            task_type="text-generation", dataset_name=name, dataset_type=(sources or [name])[0],
+            metric_type=key.rpartition("/")[2], metric_value=round(values[-1], 6)))
+    more = {}
+    if models:
+        more["base_model_relation"] = "adapter" if is_adapter else "finetune"
     card = ModelCardData(
-        library_name=library, pipeline_tag="text-generation", base_model=hub_ids(models) or None,
-        datasets=hub_ids([data.partition(":")[0] for data in data_names(cfg)]) or None,
-        tags=["isogloss", "knowledge-distillation"])
+        library_name="peft" if is_adapter else "transformers", pipeline_tag="text-generation",
+        base_model=models or None, datasets=sources or None, license=base.get("license"),
+        license_name=base.get("license_name"), license_link=base.get("license_link"),
+        language=base.get("language"), eval_results=results or None,
+        model_name=title(cfg) if results else None,
+        tags=["isogloss", "knowledge-distillation"], **more)
     return f"---\n{card}\n---"
+
+
+@lru_cache
+def card_of(name):
+    """Return the metadata of a model's own card, {} where there is none, or none can be had."""
+    try:
+        path = Path(name) / "README.md"
+        if not path.is_file():
+            if not hub_ids([name]):
+                return {}
+            path = hf_hub_download(name, "README.md", etag_timeout=5)
+        return ModelCard.load(path).data.to_dict()
+    except Exception:  # a card is a help, and what hinders it is of many kinds
+        return {}
+
+
+def licence_rules(cfg):
+    """List what the licences of the base model and of the teachers ask of the student."""
+    models = [] if cfg.from_scratch else [cfg.student]
+    if cfg.kd_weight:
+        models += [entry.teacher for entry in configs_by_teacher(cfg).values()]
+    rules = []
+    for name in dict.fromkeys(filter(None, models)):
+        card = card_of(name)
+        licence = str(card.get("license_name") or card.get("license") or "")
+        for beginning, rule in RULES.items():
+            if licence.lower().replace("-", "").startswith(beginning.replace("-", "")):
+                rules.append(f"{public_name(name)} ({licence}): {rule}")
+    return rules
+
+
+def title(cfg):
+    """Return what the student is: its own name, and whom it learned from."""
+    base = public_name(cfg.student).rpartition("/")[2]
+    if not cfg.kd_weight:
+        return f"{base}, trained on text"
+    names = [teacher_name(entry).rpartition("/")[2] for entry in configs_by_teacher(cfg).values()]
+    return f"{base}, distilled from {', '.join(names)}"
+
+
+def usage(cfg):
+    """Return lines that run in the directory of the export; on the hub its id stands for "."."""
+    install = "pip install transformers" + (" peft" if cfg.lora_r and not cfg.merge else "")
+    return (f"```python\n# {install}\nfrom transformers import pipeline\n\n"
+            'write = pipeline("text-generation", ".")\n'
+            'print(write("The boat", max_new_tokens=30)[0]["generated_text"])\n```')
 
 
 def data_names(cfg):
@@ -146,7 +232,7 @@ def facts(record, cfg, step):
 
 
 def results_of(lines):
-    """Return (what, first value, last value) of all that evaluations measured, tasks included."""
+    """Return (what, metric, values) of all that evaluations measured, tasks included."""
     names = dict(MEASURED)
     for line in lines:
         for key in line:
@@ -160,7 +246,7 @@ def results_of(lines):
     for key, text in names.items():
         values = [line[key] for line in lines if line.get(key) is not None]
         if values:
-            entries.append([text, f"{values[0]:.4g}", f"{values[-1]:.4g}"])
+            entries.append((text, key, values))
     return entries
 
 
@@ -173,8 +259,8 @@ def flags_text(cfg):
         if field.name not in left_out and value != field.default:
             if isinstance(value, str) and _is_path(value):
                 value = public_name(value)
-            words.append(f"--{field.name} {without_secrets(value)}")
-    return "    " + " ".join(words) if words else "    none"
+            words += [f"--{field.name}", str(without_secrets(value))]
+    return "    " + shlex.join(words) if words else "    none"
 
 
 def _is_path(value):
