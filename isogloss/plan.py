@@ -33,6 +33,14 @@ its ranks run all of them (of ZeRO-3: f b_t of all weights); sequence shards 2 b
 What leaves a node goes by the network, the rest by NVLink.  Gradients and weights go around in
 rings, which leave a node once for all of its ranks: of a rank's bytes, 1 / (ranks of the node).
 
+A student's rank computes, in a step, 6 P n m operations (4 of a frozen weight; 2 more with
+checkpointing), and 2 of each weight of a teacher for its positions; attention, losses and what a
+student writes (--on_policy) are left out.  Teachers on ranks of their own work beside them.  A step
+takes as long as the slower of the two, at a share of the peak (--mfu), if what is sent hides
+behind it.  A share of 0.17 is what one H200 reached with a student of 1.2 B weights whose teacher
+had twelve of Qwen3-4B's layers (docs/log/2026-11.md, "a GPU that waits for launches"); 989 TFLOP/s
+is an H100's peak in bfloat16, and 2.5 dollars an hour a guess.
+
 What distill.py refuses of a layout is refused here too, by the same checks.  Sizes of models come
 from their config.json, or from recipes/architectures.yaml where there is none.
 Tests: tests/test_plan.py.
@@ -261,6 +269,8 @@ class Need:
 
     Attributes:
         network: which of `sends` leave the node.
+        operations: that a rank computes in a step; beside: those of a rank of teachers.
+        tokens: positions of a step on all ranks.
     """
 
     stays: dict
@@ -269,6 +279,9 @@ class Need:
     step: int
     sends: dict
     network: dict = field(default_factory=dict)
+    operations: float = 0.0
+    beside: float = 0.0
+    tokens: int = 0
 
     @property
     def state(self):
@@ -379,6 +392,12 @@ def _add_student(need, layout, shape):
     head = 0 if cfg.lora_r else 4 * shape.head
     need.backward["loss"] = (cfg.loss_memory_mib or MOST_AUTO_MIB) * 2**20 + head
     need.step = gradients + (12 * trained // sharers if is_sharded else 8 * trained)
+    frozen = weights - trained
+    recomputed = 2 * weights * cfg.activation_checkpointing
+    need.operations += (6 * trained + 4 * frozen + recomputed) * layout.positions * \
+        layout.micro_batches
+    readers = layout.ranks // cfg.ranks_per_reader
+    need.tokens = readers * layout.micro_batches * layout.micro_batch * cfg.max_length
     has_replica = layout.stage == 3 and cfg.rollout_replica
     if cfg.on_policy and (has_replica or cfg.pipeline_parallel > 1):
         need.stays["replica that writes"] = b * shape.weights
@@ -458,6 +477,13 @@ def _add_teacher(need, layout, cfg, *, shape, engine):
     need.backward[f"outputs of {cfg.teacher}"] = layout.micro_batches * positions * kept[output]
     if not cfg.teacher_kind.has_weights:
         return
+    operations = 2 * shape.weights * positions * layout.micro_batches
+    if layout.cfg.teacher_ranks:  # which run the samples of all readers
+        teacher_ranks, _ = layout.teacher_ranks
+        readers = layout.ranks // layout.cfg.ranks_per_reader
+        need.beside += operations * readers / teacher_ranks
+    else:
+        need.operations += operations / layout.cfg.ranks_per_reader
     degree = cfg.teacher_tp
     outer = shape.head * (1 if shape.tied else 2)
     weights = b * ((shape.weights - outer) // degree + outer)
@@ -539,6 +565,10 @@ class Args:
         0, "of one node. 0: as the recipe says, or as many, at most 8.", low=0, high=2**20)
     gpu_gib: float = flag(
         0.0, "memory of one, GiB. 0: as the recipe says, or 80.", low=0, high=2**20)
+    tflops: float = flag(
+        989.0, "peak of one in bfloat16, 10^12 operations a second.", low=1, high=1e6)
+    mfu: float = flag(0.17, "share of the peak that a step reaches.", low=0.001, high=1)
+    dollars: float = flag(2.5, "price of one for an hour.", low=0, high=1e4)
 
     def __post_init__(self):
         check_flags(self)
@@ -574,13 +604,25 @@ def lines_of(need, gpu_gib):
     return lines if need.sent else [*lines, "  nothing"]
 
 
+def time_and_price(need, cfg, num_gpus, args):
+    """Return the lines that say how long a run takes and what it costs."""
+    seconds = max(need.operations, need.beside) / (args.mfu * args.tflops * 1e12)
+    hours = seconds * cfg.steps / 3600
+    spent = f"{hours * num_gpus * args.dollars:,.3g} dollars at {args.dollars:g} a GPU hour"
+    lines = [f"a step: {seconds:.3g} s, {need.tokens / seconds:,.0f} tokens a second, if GPUs "
+             f"reach {args.mfu:.0%} of {args.tflops:g} TFLOP/s and sending hides behind that"]
+    if cfg.epochs:
+        return lines
+    return [*lines, f"{cfg.steps:,} steps: {hours:.3g} hours, {spent}, evaluations not counted"]
+
+
 def main(args):
     """Print what a recipe needs, and what to choose."""
     cfg = parse_flags(Config, [f"--config={args.recipe}"], file_flag="config")
     num_gpus, per_node, gpu_gib = gpus_of(args)
     print(f"{args.recipe} on {num_gpus} GPUs of {gpu_gib:g} GiB, {per_node} on a node")
     stated = plan(cfg, num_gpus, per_node=per_node)
-    print("\n".join(lines_of(stated, gpu_gib)))
+    print("\n".join([*lines_of(stated, gpu_gib), *time_and_price(stated, cfg, num_gpus, args)]))
     best = advice(choices(cfg, num_gpus, per_node), gpu_gib)
     if best is None:
         print("choose: nothing here fits; more GPUs, --teacher_offload, --sequence_parallel, a "

@@ -14,9 +14,20 @@ from benchmarks.memory import flags_of, measure, prepare
 from conftest import ROOT, asset
 from isogloss import plan as planning
 from isogloss.config import Config
+from isogloss.flags.parse import parse_flags
 from isogloss.job.launch import start_distributed
 from isogloss.job.layout import Replica
-from isogloss.plan import GIB, Args, Need, advice, gpus_of, lines_of, plan, shape_of
+from isogloss.plan import (
+    GIB,
+    Args,
+    Need,
+    advice,
+    gpus_of,
+    lines_of,
+    plan,
+    shape_of,
+    time_and_price,
+)
 
 MEASURED = "zero 1, bf16", "zero 3"  # layouts of benchmarks/memory.py
 
@@ -271,3 +282,24 @@ def test_the_command_says_what_to_choose(capsys, monkeypatch):
 def test_a_model_that_is_nowhere_is_named(cfg):
     with pytest.raises(ValueError, match=r"--student org/none: .*; architectures.yaml has the"):
         plan(replace(cfg, student="org/none"), 2)
+
+
+def test_time_and_price_follow_from_operations(monkeypatch):
+    """By hand: a student of P weights and a teacher of Q, 96 samples of 2,048 on 16 ranks."""
+    monkeypatch.chdir(ROOT)
+    recipe = "recipes/qwen3_4b_to_llama_3.2_1b.yaml"
+    cfg = parse_flags(Config, [f"--config={recipe}"], file_flag="config")
+    need = plan(cfg, 16, per_node=8)
+    positions = 96 * 2048 / 16
+    P, Q = [shape_of("student", name).weights for name in (cfg.student, cfg.teacher)]
+    assert need.operations == pytest.approx((8 * P + 2 * Q) * positions)  # with checkpointing
+    assert need.tokens == 96 * 2048 and need.beside == 0
+    args = Args(recipe=recipe, tflops=500.0, mfu=0.2, dollars=3.0)
+    step, run = time_and_price(need, cfg, 16, args)
+    seconds = need.operations / 1e14
+    assert f"a step: {seconds:.3g} s, {96 * 2048 / seconds:,.0f} tokens a second" in step
+    hours = 100 * seconds / 3600
+    assert f"{hours:.3g} hours, {hours * 48:,.3g} dollars at 3 a GPU hour" in run
+    apart = plan(replace(cfg, teacher_ranks=2), 16, per_node=8)  # 12 students, 4 teachers
+    assert apart.beside == pytest.approx(2 * Q * 96 * 2048 / 4)
+    assert apart.operations == pytest.approx(8 * P * 96 * 2048 / 12)

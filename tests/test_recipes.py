@@ -15,7 +15,7 @@ from conftest import ROOT
 from isogloss.config import Config
 from isogloss.flags.parse import parse_flags
 from isogloss.student.ds_config import batch_sizes, read_ds_config
-from jobs import losses_of, run_distill
+from jobs import losses_of, run_and_listen, run_distill
 from recipes.tiny import prepare
 
 LARGE = sorted((ROOT / "recipes").glob("*.yaml"))
@@ -108,3 +108,48 @@ def test_tiny_recipes_run(tmp_path):
         assert record["config"]["config"] == f"recipes/tiny/{name}.yaml"
         assert record["config_text"] == (ROOT / "recipes/tiny" / f"{name}.yaml").read_text()
     assert (tmp_path / "runs/tiny/adapter/export/model.safetensors").exists()
+
+
+# --- the large ones, a thousand times smaller -----------------------------------------------------
+
+
+@pytest.mark.slow
+def test_every_recipe_runs_to_its_end_with_small_models(chat_models, untied, texts, tmp_path):
+    """Its own flags, schedule and files; models, rows and batches of tiny size in their places."""
+    data = tmp_path / "data"
+    data.mkdir()
+    for split, chosen in (("train", texts[:60]), ("test", texts[60:70])):
+        rows = [{"text": text, "question": text[:30], "answer": text[30:90],
+                 "messages": [{"role": "user", "content": text[:30]},
+                              {"role": "assistant", "content": text[30:90]}]} for text in chosen]
+        (data / f"{split}.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    student, teacher = chat_models
+    lines = []
+    names = [path.stem for path in LARGE if "served" not in path.stem]  # whose server is elsewhere
+    for name in names:
+        flags = yaml.safe_load((ROOT / "recipes" / f"{name}.yaml").read_text())
+        config = json.loads((ROOT / flags["ds_config"]).read_text())
+        config |= {"train_batch_size": 8, "train_micro_batch_size_per_gpu": 2}
+        (tmp_path / f"{name}.json").write_text(json.dumps(config))
+        line = [f"--config={ROOT / 'recipes' / name}.yaml", f"--student={student}",
+                f"--data={data}", f"--ds_config={tmp_path / name}.json", "--steps=2",
+                "--max_length=60", "--eval_rows=4", "--eval_every=1", "--eval_tasks=",
+                "--eval_task_every=0", "--eval_task_shots=-1", "--num_workers=0",
+                f"--output_dir={tmp_path / name}", f"--export={tmp_path / name / 'student'}"]
+        if "teachers" in flags:  # the second has the student's tokenizer
+            entries = [dict(entry, model=str(model)) for entry, model in
+                       zip(flags["teachers"], (teacher, untied), strict=True)]
+            line.append(f"--teachers={json.dumps(entries)}")
+        else:
+            line.append(f"--teacher={teacher}")
+        line += ["--teacher_tp=2"] * ("teacher_tp" in flags)
+        line += ["--join_rows=200"] * ("join_rows" in flags)
+        line += ["--rollout_tokens=8"] * ("rollout_tokens" in flags)
+        lines.append(line)
+    codes, said = ranks.run(2, run_and_listen, *lines)[0]
+    assert codes == [0] * len(names), said
+    for name in names:
+        logged = losses_of(tmp_path / name)
+        assert [line["step"] for line in logged if "loss" in line] == [1, 2], name
+        assert all(0 < line["loss"] < 99 for line in logged if "loss" in line), name
+        assert list((tmp_path / name / "student").glob("*.safetensors")), name
