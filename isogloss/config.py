@@ -19,6 +19,7 @@ from isogloss.flags.plugins import load_plugins
 from isogloss.flags.yaml_file import parse_json
 from isogloss.models.compiler import LOSS_BACKENDS
 from isogloss.models.pretrained import ATTENTIONS
+from isogloss.models.quantized import QUANTIZATIONS, check_quantization
 from isogloss.objective.loss_table import (
     ALM_MODES,
     AUTO_WEIGHT,
@@ -97,6 +98,9 @@ class ModelFlags:
     lora_targets: str = flag(
         "", "names of the linear layers that get one, with commas, as q_proj,v_proj. Empty: all "
         "but the head.")
+    quantize: str = flag(
+        "", "hold the frozen weights of lora_r in 4 bits (QLoRA): nf4, by bitsandbytes. Empty: as "
+        "they are.", choices=QUANTIZATIONS)
     router_weight: float = flag(
         -1.0, "of the loss that balances the experts of a mixture, as transformers defines it, "
         "over all tokens of a step. -1: what the student's config says, router_aux_loss_coef "
@@ -555,6 +559,7 @@ class Config(ModelFlags, DataFlags, LossFlags, OnPolicyFlags,
         check_flags(self)
         check_together(self)
         check_date(self.chat_date)
+        check_quantization(self.quantize)
         template_kwargs(self)
         self._check_values()
         self._check_loss()
@@ -730,7 +735,7 @@ NEEDS = [
     *[(name, ["eval_tasks"], "is for --eval_tasks, which names none; add it")
       for name in ("eval_task_every", "eval_task_data")],
     *[(name, ["lora_r"], "is for the adapter of --lora_r, which is 0; add it, or leave this out")
-      for name in ("lora_alpha", "lora_targets", "merge")],
+      for name in ("lora_alpha", "lora_targets", "merge", "quantize")],
 ]
 # (flag, one that does not go with it, why and what to do)
 EXCLUDES = [
@@ -746,6 +751,8 @@ EXCLUDES = [
     ("lora_r", "from_scratch", ", whose frozen weights would be random; leave out one of them"),
     ("lora_r", "pipeline_parallel",
      ", which cuts a model without adapters; use ZeRO-3, or leave out one of them"),
+    *[("quantize", name, ", which reads whole weights; leave out one of them")
+      for name in ("writer", "rollout_command")],
     ("freeze_router", "router_weight", ", which trains it; leave out one of them"),
     *[(name, "pipeline_parallel", ", whose stages know their own layers alone; leave out one of "
        "them") for name in ("freeze_router", "router_weight")],

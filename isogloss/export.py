@@ -206,6 +206,8 @@ def model_of_weights(config, weights, trust_remote_code=False):
         ValueError: some of the model's weights are not among them.
     """
     config.dtype = next(iter(weights.values())).dtype
+    if hasattr(config, "quantization_config"):  # these are numbers again
+        del config.quantization_config
     model = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
     # Not strict: a tied head is named once, and the file keeps it so.
     model.load_state_dict(weights, strict=False)

@@ -187,6 +187,9 @@ def check_inputs(cfg, device, roles=None):
     if cfg.pipeline_parallel > 1:
         check_pipeline_layout(cfg, student_config, raw_ds_config, num_ranks, roles)
     ds_config = resolve_ds_config(raw_ds_config, cfg, num_ranks, student_config.hidden_size, bf16)
+    if cfg.quantize and ds_config.get("zero_optimization", {}).get("stage") == 3:
+        raise ValueError(f"--quantize {cfg.quantize}: {cfg.ds_config} has ZeRO-3, which cuts "
+                         "weights, and these are packed; use stage 0, 1 or 2")
     check_flash_attention(cfg, ds_config)
     check_with_deepspeed(ds_config, cfg.ds_config, num_ranks // cfg.pipeline_parallel)
     data = load_data(cfg, student, encoders)

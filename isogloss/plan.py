@@ -7,7 +7,8 @@ optimizer's state, n = samples x positions of a micro-batch on a rank, m micro-b
 Of a layer h is the hidden size, i the MLP's, q = heads x head size, kv = key-value heads x head
 size.  In bytes of one rank:
 
-    weights      b P               stage 3: b P / N, and 2 b x the widest layer
+    weights      b P               stage 3: b P / N, and 2 b x the widest layer; with --quantize
+                 9 / 16 of a byte for each of the layers' own
     optimizer    8 Pt (AdamW) + 4 Pt (float32 weights, not at stage 0 in float32); from 1 on / N
     gradients    b Pt              stages 2, 3: b Pt / N, and 2 b x bucket; at stage 3 they stay
     activations  n x layers x (8 h + 4 b h + b (3 q + 2 kv) + 4 b i)
@@ -63,6 +64,7 @@ from isogloss.flags.model_names import read_model_name
 from isogloss.flags.parse import MISSING, check_flags, flag, parse_flags, shipped, tool
 from isogloss.job.layout import Roles, check_teacher_ranks, teacher_groups
 from isogloss.models.pretrained import load_config
+from isogloss.models.quantized import BYTES
 from isogloss.student.ds_config import batch_sizes, read_ds_config, resolve_ds_config
 from isogloss.student.stages import check_pipeline_layout, num_weights
 from isogloss.student.ulysses import check_sequence_layout
@@ -377,6 +379,9 @@ def _add_student(need, layout, shape):
     if is_sharded or b < 4:
         optimizer += 4 * trained
     need.stays["weights"] = b * weights
+    if cfg.quantize:  # all but embedding, head and adapter
+        outer = shape.head * (1 if shape.tied else 2) + trained
+        need.stays["weights"] = int(b * outer + BYTES * (weights - outer))
     if layout.stage == 3:
         need.stays["weights"] = b * weights // sharers
         # DeepSpeed keeps its buffer of gradients

@@ -2,6 +2,7 @@
 """
 
 import json
+import math
 import re
 import shutil
 from pathlib import Path
@@ -9,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig
 
 import ranks
 from isogloss.config import Config
@@ -17,12 +18,13 @@ from isogloss.flags.model_names import ModelName, read_model_name
 from isogloss.flags.parse import parse_flags
 from isogloss.inputs import load_text_encoder
 from isogloss.log import model_versions
-from isogloss.models import adapters
+from isogloss.models import adapters, quantized
 from isogloss.models.pretrained import check_weights, load_model
 from isogloss.teachers import model as model_teachers
-from jobs import ds_config, losses_of, run_distill, write_corpus
+from jobs import check_refusals, ds_config, losses_of, run_distill, write_corpus
 
 peft = pytest.importorskip("peft", reason="the optional peft is absent")
+pytest.importorskip("bitsandbytes", reason="the optional bitsandbytes is absent")
 
 TARGETS = "q_proj,v_proj,down_proj"
 ADAPTER = ["--lora_r=3", "--lora_alpha=12", f"--lora_targets={TARGETS}"]
@@ -66,13 +68,21 @@ def assert_close(weights, expected, tolerance):
 # --- training -------------------------------------------------------------------------------------
 
 
+NF4 = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4")
+
+
 @pytest.fixture(scope="module")
 def trained_by_peft(models, tokenizers, texts):
-    """The tensors of an adapter that a loop in plain torch trained in one process."""
-    tokenizer = tokenizers[0]
+    """{options of from_pretrained: tensors of an adapter that a loop in plain torch trained}."""
+    return {kind: trained(models[0], tokenizers[0], texts, **options) for kind, options in
+            (("", {}), ("nf4", {"quantization_config": NF4, "dtype": torch.float32}))}
+
+
+def trained(base, tokenizer, texts, **options):
     torch.manual_seed(0)
     config = peft.LoraConfig(r=3, lora_alpha=12, target_modules=TARGETS.split(","))
-    model = peft.get_peft_model(AutoModelForCausalLM.from_pretrained(models[0]), config)
+    model = peft.get_peft_model(AutoModelForCausalLM.from_pretrained(base, **options), config)
+    model.train()
     matrices = [weight for weight in model.parameters() if weight.requires_grad]
     optimizer = torch.optim.AdamW(matrices, lr=LEARNING_RATE, weight_decay=0.1)
     for _ in range(STEPS):
@@ -108,6 +118,12 @@ def command_lines(folder, models, texts):
     for stage in ALONE:
         add(f"stage{stage}", "--kd_weight=0", *ADAPTER, f"--export={folder}/stage{stage}/export",
             stage=stage)
+    four_bits = [*ADAPTER, "--quantize=nf4"]
+    add("nf4", "--kd_weight=0", *four_bits, f"--export={folder}/nf4/export")
+    whole = [*teacher, *four_bits, "--eval_rows=4", "--eval_every=1", "--eval_samples=1", "--merge"]
+    add("nf4_whole", *whole, "--save_every=2", f"--export={folder}/nf4_whole/export", stage=1)
+    add("nf4_again", *whole, f"--export={folder}/nf4_again/export",
+        f"--resume={folder / 'nf4_whole' / 'checkpoints' / 'step_0000002'}", stage=1)
     add("whole", *teacher, "--save_every=2", stage=3)
     resume = f"--resume={folder / 'whole' / 'checkpoints' / 'step_0000002'}"
     add("to3", *teacher, resume, "--merge", f"--export={folder}/to3/export", stage=3)
@@ -133,10 +149,11 @@ def jobs(models, texts, tmp_path_factory):
     return folder
 
 
-@pytest.mark.parametrize("stage", ALONE)
-def test_an_adapter_is_trained_as_by_plain_peft(jobs, models, trained_by_peft, stage):
-    export = jobs / f"stage{stage}" / "export"
-    assert_close(tensors_of(export), trained_by_peft, 2e-3)
+@pytest.mark.parametrize("name", [*[f"stage{stage}" for stage in ALONE], "nf4"])
+def test_an_adapter_is_trained_as_by_plain_peft(jobs, models, trained_by_peft, name):
+    export = jobs / name / "export"
+    kind = "nf4" if name == "nf4" else ""
+    assert_close(tensors_of(export), trained_by_peft[kind], 2e-3)
     # peft reads it by the name of its base model alone
     config = json.loads((export / "adapter_config.json").read_text())
     assert (config["r"], config["lora_alpha"], sorted(config["target_modules"])) == (
@@ -152,6 +169,28 @@ def test_a_job_goes_on_bit_by_bit_in_other_stages_and_in_shards(jobs):
         for line, other in zip(losses_of(jobs / name), steps, strict=True):
             for key in ("loss", "ce", "kd", "grad_norm"):
                 assert line[key] == pytest.approx(other[key], rel=2e-5), (name, key)
+
+
+def test_four_bits_go_on_and_are_exported_as_they_were_trained(jobs, models, texts):
+    """Bit by bit, with evaluations in between, which pack them anew if nobody forbids it."""
+    whole = losses_of(jobs / "nf4_whole")
+    assert losses_of(jobs / "nf4_again", 2) == [line for line in whole if line["step"] > 2]
+    model = AutoModelForCausalLM.from_pretrained(jobs / "nf4_whole" / "export")
+    assert not hasattr(model.config, "quantization_config")
+    tokenizer = AutoTokenizer.from_pretrained(jobs / "nf4_whole" / "export")
+    nats = 0.0
+    for text in texts[:4]:
+        ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+        ids = torch.tensor([[tokenizer.bos_token_id, *ids]])[:, :251]
+        with torch.no_grad():
+            logp = model(input_ids=ids).logits[0, :-1, : len(tokenizer)].log_softmax(-1)
+        nats -= float(logp.gather(1, ids[0, 1:, None]).sum())
+    num_bytes = sum(len(text.encode()) for text in texts[:4])
+    bits = nats / math.log(2) / num_bytes
+    assert whole[-1]["eval/student_bits_per_byte"] == pytest.approx(bits, rel=1e-4)
+    rounded = (tensors_of(jobs / "nf4_whole" / "export"), tensors_of(models[0]))
+    assert any(not torch.equal(rounded[0][name], rounded[1][name])  # also without an adapter
+               for name in rounded[1] if "k_proj" in name)
 
 
 def test_a_checkpoint_holds_no_frozen_weight(jobs):
@@ -338,6 +377,9 @@ FLAGS = {
     "lora_r=2 merge": "--merge: says what --export writes",
     "lora_r=2 from_scratch": "--lora_r 2 with --from_scratch, whose frozen weights would",
     "lora_r=2 pipeline_parallel=2": "--lora_r 2 with --pipeline_parallel 2, which cuts a model",
+    "quantize=nf4": "--quantize nf4: is for the adapter of --lora_r",
+    "quantize=int4 lora_r=2": "--quantize int4: expected one of",
+    "quantize=nf4 lora_r=2 writer=vllm": "--quantize nf4 with --writer vllm, which reads whole",
     "lora_r=-1": "--lora_r -1: expected 0 or more",
 }
 
@@ -367,6 +409,16 @@ def test_flags_against_the_adapter_of_a_student_are_refused(adapter, models):
         cfg = Config(**flags, lora_targets=targets)
         with pytest.raises(ValueError, match=message):
             check_weights("student", cfg.student, False, adapters.student_adapter(cfg))
+
+
+def test_four_bits_need_their_library_and_no_shards(models, tmp_path, monkeypatch):
+    flags = dict(student=str(models[0]), teacher="t", data="d", lora_r=2, quantize="nf4")
+    config = ds_config(tmp_path / "ds.json", 3, 1, 1)
+    check_refusals(flags | {"teacher": str(models[1]), "max_length": 99},
+                   [({"ds_config": config}, "has ZeRO-3, which cuts weights")])
+    monkeypatch.setattr(quantized.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ValueError, match="needs bitsandbytes, which is not installed; pip install"):
+        Config(**flags)
 
 
 def test_without_peft_one_line_says_what_to_install(adapter, models, monkeypatch):

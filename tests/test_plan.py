@@ -303,3 +303,13 @@ def test_time_and_price_follow_from_operations(monkeypatch):
     apart = plan(replace(cfg, teacher_ranks=2), 16, per_node=8)  # 12 students, 4 teachers
     assert apart.beside == pytest.approx(2 * Q * 96 * 2048 / 4)
     assert apart.operations == pytest.approx(8 * P * 96 * 2048 / 12)
+
+
+def test_four_bits_are_nine_sixteenths_of_a_byte(monkeypatch):
+    monkeypatch.chdir(ROOT)
+    path = "recipes/qwen3_8b_to_llama_3.1_8b_lora.yaml"
+    cfg = parse_flags(Config, [f"--config={path}"], file_flag="config")
+    shape = shape_of("student", cfg.student)
+    whole, packed = [plan(replace(cfg, quantize=how), 2).stays["weights"] for how in ("", "nf4")]
+    saved = (shape.weights - 2 * shape.head) * (2 - 9 / 16)  # its head is not its embedding
+    assert whole - packed == pytest.approx(saved)

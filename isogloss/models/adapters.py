@@ -18,6 +18,7 @@ import deepspeed
 import torch
 
 from isogloss.flags.model_names import read_model_name, split_revision
+from isogloss.models.quantized import num_weights
 from isogloss.projection_tools.tokenizers import reading
 
 NAME = "default"  # peft's name of the one adapter that a model here has
@@ -269,7 +270,7 @@ def describe_adapter(model):
     total = 0
     trained = 0
     for parameter in model.parameters():
-        numel = getattr(parameter, "ds_numel", parameter.numel())
+        numel = getattr(parameter, "ds_numel", num_weights(parameter))
         total += numel
         trained += numel if parameter.requires_grad else 0
     return (f"adapter of r {config.r}, alpha {config.lora_alpha:g}: trains {trained:,} of "

@@ -19,6 +19,7 @@ from transformers.integrations.deepspeed import (
 from isogloss.models.activations import offload_activations, tile_mlps
 from isogloss.models.adapters import adapter_of, add_adapter, describe_adapter, student_adapter
 from isogloss.models.pretrained import attention_options, load_model, random_model
+from isogloss.models.quantized import keep_as_loaded, num_weights, plain, quantization_options
 from isogloss.student.ds_engine import start_deepspeed
 from isogloss.student.finite import (
     gradient_norm,
@@ -86,12 +87,13 @@ class StudentWithLoss(nn.Module):
         """
         weights = {}
         model = self.model
+        head_dtype = model.get_output_embeddings().weight.dtype
         for name, tensor in itertools.chain(model.named_parameters(), model.named_buffers()):
             if not is_wanted(name):
                 continue
             with gathered(tensor):
                 if dist.get_rank() == 0:
-                    weights[name] = tensor.detach().cpu().clone()
+                    weights[name] = plain(tensor, head_dtype)
         return weights
 
     def whole_weights(self):
@@ -208,7 +210,7 @@ class EngineRunner:
         self.description = describe_adapter(engine.module.model)
         self.num_parameters = 0
         for parameter in engine.module.parameters():
-            numel = getattr(parameter, "ds_numel", parameter.numel())  # ZeRO-3
+            numel = getattr(parameter, "ds_numel", num_weights(parameter))  # ZeRO-3
             # a frozen weight takes part in two products, not three
             self.num_parameters += numel if parameter.requires_grad else numel * 2 / 3
 
@@ -285,6 +287,7 @@ def load_student(cfg, ds_config, attention="auto"):
         ValueError: see `pretrained.load_model`.
     """
     options = {"dtype": torch.float32} | attention_options(attention)
+    options |= quantization_options(cfg.quantize, compute_dtype(ds_config))
     adapter = student_adapter(cfg)
     if cfg.from_scratch:
         load = partial(_random_student, cfg)
@@ -297,6 +300,8 @@ def load_student(cfg, ds_config, attention="auto"):
     finally:
         if keep_alive:
             unset_hf_deepspeed_config()  # on every rank, or the teacher would be partitioned too
+    if cfg.quantize:
+        keep_as_loaded(model)
     if adapter and adapter_of(model) is None:
         add_adapter(f"lora_r {cfg.lora_r}", model, adapter, cfg.seed)
     if cfg.freeze_router:
@@ -308,6 +313,14 @@ def load_student(cfg, ds_config, attention="auto"):
     if cfg.mlp_tiles > 1:
         tile_mlps(model, cfg.mlp_tiles)
     return model
+
+
+def compute_dtype(ds_config):
+    """Return the dtype in which DeepSpeed runs the student."""
+    for name, dtype in (("bf16", torch.bfloat16), ("fp16", torch.float16)):
+        if ds_config.get(name, {}).get("enabled"):
+            return dtype
+    return torch.float32
 
 
 def _random_student(cfg, **options):
