@@ -6,6 +6,7 @@ import site
 import subprocess
 import sys
 import venv
+from importlib import metadata
 
 import pytest
 
@@ -68,6 +69,9 @@ def test_modules_and_tools_of_an_installation(installed, tmp_path):
     recipe = "recipes/qwen3_4b_to_llama_3.2_1b.yaml"
     assert recipe in run(installed, tmp_path, "isogloss-plan", recipe)
     assert "--teacher_output_topk" in run(installed, tmp_path, "isogloss-distill", "--help")
+    found = run(installed, tmp_path, "isogloss", "doctor")
+    assert f"torch {metadata.version('torch')}" in found and "GiB free" in found
+    assert "MISSING" not in found and "GPU" in found
 
 
 @pytest.mark.slow
