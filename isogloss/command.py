@@ -70,7 +70,8 @@ def isogloss():
         print("\n".join(doctor()))
         return
     print("usage: isogloss doctor; other commands are isogloss-distill, isogloss-cache, "
-          "isogloss-export, isogloss-plan, isogloss-plot, isogloss-tasks", file=sys.stderr)
+          "isogloss-export, isogloss-plan, isogloss-plot, isogloss-report, isogloss-tasks",
+          file=sys.stderr)
     raise SystemExit(0 if "--help" in sys.argv or "-h" in sys.argv else 2)
 
 

@@ -134,20 +134,29 @@ def main(folders, args):
         print(args.png)
 
 
-def cli(argv=None):
+def run_on_folders(kind, main, program, argv=None):
+    """Run ``main(folders, args)`` of a command whose first words are folders of runs.
+
+    Args:
+        kind: dataclass of its flags; program: its name, for errors; argv: None: of this process.
+    """
     words = list(sys.argv[1:] if argv is None else argv)
     folders = []
     while words and not words[0].startswith("-"):
         folders.append(words.pop(0))
     try:
         folders = [expanded("run", folder) for folder in folders]
-        args = parse_flags(Args, words)
+        args = parse_flags(kind, words)
         if not folders:
-            raise ValueError("expected one or more runs, as in python -m isogloss.plot runs/a")
+            raise ValueError(f"expected one or more runs, as in python -m {program} runs/a")
         main(folders, args)
     except ValueError as error:
-        print(f"isogloss.plot: {error}", file=sys.stderr)
+        print(f"{program}: {error}", file=sys.stderr)
         raise SystemExit(2) from None
+
+
+def cli(argv=None):
+    run_on_folders(Args, main, "isogloss.plot", argv)
 
 
 if __name__ == "__main__":

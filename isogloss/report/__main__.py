@@ -1,0 +1,208 @@
+"""Write what runs did as one HTML file, which needs no network.
+
+    python -m isogloss.report runs/a [runs/b ...] [--output report.html]
+
+Curves and tables come from metrics.jsonl, samples from samples.jsonl, the setting from run.json.
+Of the first run the student (--student, else its export) and its teacher read held-out rows again:
+each chunk of the text is colored by whom it surprises more, and says on hover what both expected.
+
+Tests: tests/test_report.py.
+"""
+
+import base64
+import html
+import json
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from isogloss.checkpoints.model_card import facts, flags_text, read_record, results_of, title
+from isogloss.config import configs_by_teacher
+from isogloss.curves import DEFAULT, available, panels_of, picture, read_run
+from isogloss.flags.parse import check_flags, flag
+from isogloss.inputs import load_data
+from isogloss.integrations import FLAGS, Distillation
+from isogloss.plot import run_on_folders, short_names
+from isogloss.projection_tools.files import check_output
+from isogloss.report.text import pieces_of
+
+FULL = 4.0  # bits of difference that have the full color
+STYLE = """
+:root { color-scheme: light dark; --ink: #1b1b1b; --faint: #777; --line: #ddd; --page: #fff; }
+@media (prefers-color-scheme: dark) {
+  :root { --ink: #e8e8e8; --faint: #999; --line: #444; --page: #161616; } }
+body { font: 16px/1.5 system-ui, sans-serif; color: var(--ink); background: var(--page);
+  max-width: 70rem; margin: 0 auto; padding: 1rem; }
+h1 { font-size: 1.5rem; } h2 { font-size: 1.15rem; margin-top: 2.5rem; }
+.wide { overflow-x: auto; } table { border-collapse: collapse; }
+td, th { text-align: left; padding: .2rem .8rem .2rem 0; border-bottom: 1px solid var(--line);
+  font-variant-numeric: tabular-nums; }
+.pictures { display: flex; flex-wrap: wrap; gap: .5rem; }
+img { width: min(100%, 22rem); background: #fff; border-radius: 6px; }
+.text { white-space: pre-wrap; overflow-wrap: anywhere; border-left: 3px solid var(--line);
+  padding-left: .8rem; margin: 1rem 0; line-height: 1.9; }
+.text span { border-radius: 3px; padding: .1em 0; } .apart { color: var(--faint); }
+.text span[title]:hover { outline: 1px solid var(--ink); }
+pre { white-space: pre-wrap; overflow-wrap: anywhere; font-size: .85rem; }
+.note { color: var(--faint); }
+"""
+
+
+@dataclass(kw_only=True)
+class Args:
+    """Write a page about runs, named before the flags: python -m isogloss.report runs/a runs/b."""
+
+    output: str = flag("report.html", "file to write.")
+    student: str = flag("", "directory of the student that reads held-out rows. Empty: what the "
+                        "first run has exported.")
+    rows: int = flag(3, "held-out rows to color. 0: none, and no model is loaded.", low=0, high=999)
+    device: str = flag("auto", "of the models: cpu, cuda, or auto.")
+
+    def __post_init__(self):
+        check_flags(self)
+
+
+def main(folders, args):
+    """Write the page."""
+    check_output(args.output)
+    runs = dict(zip(short_names(folders), map(read_run, folders)))
+    records = [read_record(folder) for folder in folders]
+    first = records[0][1]
+    sections = [f"<h1>{html.escape(title(first))}</h1>", table_of_runs(runs),
+                curves(runs)]
+    if args.rows:
+        sections.append(colored_text(Path(folders[0]), first, args))
+    sections += [samples(Path(folders[0])), setting(*records[0], runs[next(iter(runs))])]
+    page = ("<!doctype html><html lang=en><head><meta charset=utf-8>"
+            '<meta name=viewport content="width=device-width, initial-scale=1">'
+            f"<title>{html.escape(title(first))}</title><style>{STYLE}</style></head><body>"
+            f"{''.join(sections)}</body></html>")
+    Path(args.output).write_text(page, encoding="utf-8")
+    print(args.output)
+
+
+def table(rows):
+    """Return a table, whose first row is its head."""
+    lines = []
+    for number, row in enumerate(rows):
+        kind = "td" if number else "th"
+        cells = [f"<{kind}>{html.escape(str(cell))}</{kind}>" for cell in row]
+        lines.append(f"<tr>{''.join(cells)}</tr>")
+    return f"<div class=wide><table>{''.join(lines)}</table></div>"
+
+
+def table_of_runs(runs):
+    """Return what each run measured, first and last."""
+    rows = [["run", "what", "before", "last"]]
+    for name, lines in runs.items():
+        for text, _, values in results_of(lines):
+            rows.append([name, text, f"{values[0]:.4g}", f"{values[-1]:.4g}"])
+    if len(rows) == 1:
+        return "<p class=note>No evaluation yet.</p>"
+    return f"<h2>Held-out results</h2>{table(rows)}"
+
+
+def curves(runs):
+    """Return a picture of each metric."""
+    metrics = available(DEFAULT.split(","), runs)
+    drawn = []
+    for panel in panels_of(runs, metrics) if metrics else ():
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder) / "curve.svg"
+            picture([panel], path)
+            code = base64.b64encode(path.read_bytes()).decode()
+        drawn.append(f'<img alt="{html.escape(panel.metric)}" src="data:image/svg+xml;base64,'
+                     f'{code}">')
+    return f"<h2>Curves</h2><div class=pictures>{''.join(drawn)}</div>" if drawn else ""
+
+
+def samples(folder):
+    """Return what the student wrote at the first and at the last evaluation."""
+    path = folder / "samples.jsonl"
+    records = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    if not records:
+        return ""
+    steps = [record["step"] for record in records]
+    parts = ["<h2>What the student writes</h2>"]
+    for step in sorted({steps[0], steps[-1]}):
+        parts.append(f"<h3>step {step}</h3>")
+        for record in records:
+            if record["step"] == step:
+                parts.append(f"<div class=text><span class=apart>{html.escape(record['prompt'])}"
+                             f"</span>{html.escape(record['text'])}</div>")
+    return "".join(parts)
+
+
+def setting(record, cfg, lines):
+    rows = [["setting", ""], *facts(record, cfg, lines[-1]["step"])]
+    return (f"<h2>Setting</h2>{table(rows)}<h3>Flags that differ from their defaults</h3>"
+            f"<pre>{html.escape(flags_text(cfg).strip())}</pre>")
+
+
+# --- held-out text --------------------------------------------------------------------------------
+
+
+def colored_text(folder, cfg, args):
+    """Return held-out rows, each chunk colored by whom it surprises more."""
+    student = exported(folder, cfg, args.student)
+    teachers = [its for its in configs_by_teacher(cfg).values() if its.teacher_kind.has_weights
+                and not its.teacher_cache] if cfg.kd_weight else []
+    if student is None or not teachers or not cfg.holds_out:
+        return ("<p class=note>No text in colors: it takes held-out rows, a teacher that is a "
+                "model, and an exported student (python -m isogloss.export).</p>")
+    its = teachers[0]
+    device = args.device
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    flags = {name: getattr(its, name) for name in FLAGS - {"kd_weight", "ce_weight"}}
+    distillation = Distillation(
+        AutoTokenizer.from_pretrained(student), its.teacher, **flags)
+    model = AutoModelForCausalLM.from_pretrained(student, dtype="auto").to(device).eval()
+    data = load_data(cfg, distillation.student, {its.teacher: distillation.encoder})
+    parts = ["<h2>Held-out text</h2><p>A chunk is text between two borders that both tokenizers "
+             "share. <span style='background:rgba(217,119,6,.5)'>Orange</span>: it surprises the "
+             "student more than the teacher; <span style='background:rgba(37,99,235,.4)'>blue"
+             "</span>: the teacher more. Gray is not compared. Point at a chunk to see what both "
+             "expected.</p>"]
+    for example in data.held_out(args.rows):
+        pieces = pieces_of(distillation, model, example)
+        parts.append(f"<div class=text>{''.join(map(span, pieces))}</div>")
+    return "".join(parts)
+
+
+def exported(folder, cfg, student):
+    """Return the directory of a run's student, or None."""
+    found = [Path(student)] if student else [Path(cfg.export), *sorted(folder.glob("export_*"))]
+    for path in reversed(found):
+        if str(path) != "." and (path / "config.json").exists():
+            return str(path)
+    if student:
+        raise ValueError(f"--student {student}: no model there")
+    return None
+
+
+def span(piece):
+    text = html.escape(piece.text)
+    if piece.bits is None:
+        return f"<span class=apart>{text}</span>"
+    difference = piece.bits[0] - piece.bits[1]
+    strength = min(abs(difference) / FULL, 1)
+    color = "217,119,6" if difference > 0 else "37,99,235"
+    lines = []
+    for role, bits, guesses in zip(("student", "teacher"), piece.bits, piece.guesses):
+        likely = ", ".join(f"{guess!r} {probability:.0%}" for guess, probability in guesses)
+        lines.append(f"{role}: {bits:.2f} bits; expected {likely}")
+    hover = html.escape("\n".join(lines)).replace("\n", "&#10;")
+    return (f'<span style="background:rgba({color},{0.6 * strength:.2f})" '
+            f'title="{hover}">{text}</span>')
+
+
+def cli(argv=None):
+    run_on_folders(Args, main, "isogloss.report", argv)
+
+
+if __name__ == "__main__":
+    cli()

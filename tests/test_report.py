@@ -1,0 +1,110 @@
+"""The report: one valid page without network, and text in colors that say what models say."""
+
+import math
+from html.parser import HTMLParser
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+import ranks
+from isogloss.data.batch_types import Example
+from isogloss.integrations import Distillation
+from isogloss.report.__main__ import cli
+from isogloss.report.text import pieces_of
+from jobs import run_distill, short_run
+
+VOID = {"meta", "img", "br"}
+
+
+class Page(HTMLParser):
+    """See that every tag is closed, and keep texts, titles and addresses."""
+
+    def __init__(self, text):
+        super().__init__()
+        self.open = []
+        self.texts = []
+        self.titles = []
+        self.sources = []
+        self.feed(text)
+        assert self.open == ["html", "body"] or not self.open, self.open
+
+    def handle_starttag(self, tag, attrs):
+        attrs = dict(attrs)
+        if tag not in VOID:
+            self.open.append(tag)
+        if "title" in attrs:
+            self.titles.append(attrs["title"])
+        self.sources += [attrs[key] for key in ("src", "href") if key in attrs]
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+    def handle_data(self, data):
+        self.texts.append(data)
+
+
+@pytest.fixture(scope="module")
+def run(models, texts, tmp_path_factory):
+    """Directory of a run that has measured, written samples and exported its student."""
+    folder = tmp_path_factory.mktemp("runs") / "a <b>"  # which a page has to escape
+    folder.mkdir()
+    line = short_run(models, texts, folder, "--steps=3", "--eval_rows=3", "--eval_every=2",
+                     "--eval_samples=1", "--teacher_dtype=float32", f"--output_dir={folder}",
+                     f"--export={folder / 'student'}", "--num_workers=0")
+    assert ranks.run(1, run_distill, [line]) == [[0]]
+    return folder
+
+
+@pytest.mark.slow
+def test_the_page_is_whole_and_asks_no_network(run, texts, tmp_path, capsys):
+    output = tmp_path / "report.html"
+    cli([str(run), f"--output={output}", "--rows=2", "--device=cpu"])
+    assert capsys.readouterr().out.strip().endswith(str(output))
+    page = Page(output.read_text())
+    assert page.sources and all(source.startswith("data:") for source in page.sources)
+    said = " ".join(page.texts)
+    for words in ("student, distilled from teacher", "bits per byte, student", "What the student",
+                  "--max_length 60", "Held-out text", "step 0", "step 3"):
+        assert words in said, words
+    assert page.titles and all("student: " in title and "teacher: " in title
+                               for title in page.titles)
+    assert "".join(page.texts).count(texts[0][:20]) >= 1
+    cli([str(run), f"--output={output}", "--rows=0"])
+    assert "Held-out text" not in "".join(Page(output.read_text()).texts)
+
+
+@pytest.mark.slow
+def test_the_pieces_are_the_text_and_their_bits_those_of_the_models(models, texts):
+    student = AutoModelForCausalLM.from_pretrained(models[0]).eval()
+    tokenizers = [AutoTokenizer.from_pretrained(folder) for folder in models]
+    distillation = Distillation(tokenizers[0], str(models[1]), max_length=99)
+    text = texts[3][:90]
+    pieces = pieces_of(distillation, student, Example(text))
+    assert text in "".join(piece.text for piece in pieces)
+    compared = [piece for piece in pieces if piece.bits]
+    assert len(compared) > 5 and all(len(piece.guesses) == 2 for piece in compared)
+    for side, (tokenizer, folder) in enumerate(zip(tokenizers, models)):
+        ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+        begin = [] if tokenizer.bos_token_id is None else [tokenizer.bos_token_id]
+        ids = torch.tensor([[*begin, *ids, tokenizer.eos_token_id]])
+        model = AutoModelForCausalLM.from_pretrained(folder)
+        with torch.no_grad():
+            logp = model(input_ids=ids).logits[0, :-1, : len(tokenizer)].log_softmax(-1)
+        bits = -logp.gather(1, ids[0, 1:, None]).flatten() / math.log(2)
+        # what is not compared, if anything, stands at the beginning
+        total = sum(piece.bits[side] for piece in compared)
+        tails = bits.flip(0).cumsum(0)
+        assert (tails - total).abs().min() < 1e-3
+        [(guess, probability), *_] = compared[-1].guesses[side]
+        assert 0 < probability <= 1 and isinstance(guess, str)
+
+
+def test_what_is_no_run_is_refused(tmp_path, capsys):
+    for words, message in [([], "expected one or more runs"),
+                           ([str(tmp_path)], "no metrics.jsonl there"),
+                           ([str(tmp_path), "--rows=-1"], "--rows -1: expected 0 or more")]:
+        with pytest.raises(SystemExit) as end:
+            cli(words)
+        assert end.value.code == 2
+        assert message in capsys.readouterr().err
