@@ -22,6 +22,7 @@ import transformers
 from tqdm import tqdm
 from transformers.utils.hub import cached_file, extract_commit_hash
 
+from isogloss.checkpoints.model_card import title
 from isogloss.config import configs_by_teacher
 from isogloss.flags.model_names import read_model_name, without_secrets
 from isogloss.job.files import write_atomically
@@ -251,7 +252,10 @@ class Log:
         # Opened for every line, so that the file is complete whenever the process dies.
         with open(self.path, "a") as file:
             file.write(json.dumps({"step": step} | metrics, allow_nan=False) + "\n")
-        numbers = {name: value for name, value in metrics.items() if value is not None}
+        numbers = {}
+        for name, value in metrics.items():
+            if value is not None:  # dashboards have a section for each first part of a name
+                numbers[name if name.startswith("eval/") else f"train/{name}"] = value
         if self.wandb:
             self.wandb.log(numbers, step=step)
         if self.monitor:
@@ -361,7 +365,7 @@ def _start_wandb(cfg, folder, start_step):
         write_atomically(id_path, uuid.uuid4().hex[:16])
     return wandb.init(
         project=cfg.wandb_project,
-        name=folder.name,
+        name=f"{title(cfg)}, {cfg.loss} ({folder.name})" if cfg.kd_weight else title(cfg),
         dir=folder,
         config=without_secrets(asdict(cfg)),
         id=id_path.read_text(),

@@ -42,7 +42,8 @@ def test_real_models(tmp_path):
     assert first["eval/aligned_bytes"] > 0.9 and steps[0]["tokens"] > 8 * 60
     # a monitor of DeepSpeed has what metrics.jsonl has
     for key in ("loss", "kd", "eval/student_bits_per_byte", "aligned_bytes"):
-        rows = (tmp_path / "monitor" / f"{key.replace('/', '_')}.csv").read_text().splitlines()[1:]
+        name = key.replace("/", "_") if key.startswith("eval/") else f"train_{key}"
+        rows = (tmp_path / "monitor" / f"{name}.csv").read_text().splitlines()[1:]
         logged = [line for line in (first, *steps, last) if key in line]
         assert [row.split(",")[0] for row in rows] == [str(line["step"]) for line in logged]
         assert [float(row.split(",")[1]) for row in rows] == [line[key] for line in logged]

@@ -395,6 +395,7 @@ def test_no_record_of_a_run_holds_a_secret(models, tmp_path, monkeypatch, secret
     told = []
     monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=lambda **all: told.append(all)))
     log._start_wandb(cfg, tmp_path, 0)
+    assert told[0]["name"].startswith("student, distilled from of_teacher, piece_kl (")
     record = json.loads(log.run_record(cfg, 0, json.loads(ds_path.read_text())))
     assert record["config"]["data"] == "https://***@host/a.jsonl?***"
     assert record["config"]["student"] == str(models[0])  # with which it is run again
