@@ -118,7 +118,9 @@ def front_matter(cfg, lines=()):
     results = []
     for _, key, values in results_of(lines):
         is_text = key in MEASURED
-        name = public_name(cfg.eval_data or cfg.data) if is_text else key.removeprefix("eval/")
+        name = key.removeprefix("eval/")
+        if is_text:
+            name = public_name(cfg.eval_data) or ", ".join(map(public_name, data_names(cfg)))
         results.append(EvalResult(
             task_type="text-generation", dataset_name=name, dataset_type=(sources or [name])[0],
             metric_type=key.rpartition("/")[2], metric_value=round(values[-1], 6)))
@@ -240,8 +242,12 @@ def results_of(lines):
             if is_task:
                 names.setdefault(key, key.removeprefix("eval/"))
             for metric, text in MEASURED.items():
-                if key.startswith(f"{metric}/"):  # of one of several teachers
+                # of one of several teachers, or of a source of a mixture
+                own = metric.removeprefix("eval")
+                if key.startswith(f"{metric}/"):
                     names.setdefault(key, f"{text} ({key.removeprefix(metric + '/')})")
+                elif key.startswith("eval/") and key.endswith(own) and key != metric:
+                    names.setdefault(key, f"{text} ({key[len('eval/') : -len(own)]})")
     entries = []
     for key, text in names.items():
         values = [line[key] for line in lines if line.get(key) is not None]

@@ -183,15 +183,18 @@ def distilled(trainer_class, teacher, teacher_tokenizer=None, **flags):
             settings.remove_unused_columns = False
             if hasattr(settings, "dataset_kwargs"):
                 settings.dataset_kwargs = {"skip_prepare_dataset": True}
+            its_flags = dict(flags)
             if getattr(settings, "max_length", None):
-                flags.setdefault("max_length", settings.max_length)
+                its_flags.setdefault("max_length", settings.max_length)
             super().__init__(*arguments, data_collator=lambda rows: rows, **options)
             self.distillation = Distillation(
-                self.processing_class, teacher, teacher_tokenizer, **flags)
+                self.processing_class, teacher, teacher_tokenizer, **its_flags)
             self.data_collator = self.distillation.collate
             self.loss_is_scaled_for_ga = True  # by the terms of all micro-batches
             self.terms = None
-            self.seen = torch.zeros(4, dtype=torch.float64)  # sums and terms since the last log
+            # sums since the last log, which stay on the device, and terms
+            self.seen = torch.zeros(2, dtype=torch.float64, device=self.args.device)
+            self.seen_terms = [0, 0]
 
         def _get_num_items_in_batch(self, batch_samples, device):
             self.terms = count_terms(*batch_samples)
@@ -207,8 +210,9 @@ def distilled(trainer_class, teacher, teacher_tokenizer=None, **flags):
                 outputs.logits, inputs, self.terms if trains else None,
                 self.accelerator.num_processes if trains else 1.0)
             if trains:
-                counts = torch.tensor(count_terms(inputs), dtype=torch.float64)
-                self.seen += torch.cat([sums.double().cpu(), counts])
+                self.seen += sums.double()
+                self.seen_terms = [seen + count for seen, count in
+                                   zip(self.seen_terms, count_terms(inputs))]
             return (loss, outputs) if return_outputs else loss
 
         def prediction_step(self, model, inputs, prediction_loss_only, ignore_keys=None):
@@ -216,10 +220,12 @@ def distilled(trainer_class, teacher, teacher_tokenizer=None, **flags):
                 return self.compute_loss(model, inputs).detach(), None, None
 
         def log(self, logs, *arguments, **options):
-            ce, kd, num_ce, num_kd = self.seen.tolist()
+            num_ce, num_kd = self.seen_terms
             if num_ce and "loss" in logs:
+                ce, kd = self.seen.tolist()
                 logs |= {"ce": ce / num_ce, "kd": kd / max(num_kd, 1)}
                 self.seen.zero_()
+                self.seen_terms = [0, 0]
             super().log(logs, *arguments, **options)
 
     Distilled.__name__ = f"Distilled{trainer_class.__name__}"
