@@ -25,6 +25,7 @@ from pathlib import Path
 import numpy as np
 import torch
 import torch.distributed as dist
+from huggingface_hub import HfApi
 
 from isogloss.align import fingerprint
 from isogloss.config import Config, template_kwargs
@@ -43,6 +44,7 @@ from isogloss.job.files import check_shared, size_and_checksum
 from isogloss.job.rendezvous import TRAINING_TIMEOUT, set_timeout, values_of_ranks
 from isogloss.job.watch import end_together, end_with_launchers, signal_handlers_restored
 from isogloss.models.pretrained import load_config
+from isogloss.projection_tools.tokenizers import reason_of
 from isogloss.teachers import cache_files
 from isogloss.teachers.cached import head_tensors, template_digest
 from isogloss.teachers.kept_tokens import byte_order, keep_tokens, uniform_numbers
@@ -107,6 +109,10 @@ class Args:
     teacher_offload: bool = shared(Config, "teacher_offload")
     teacher_compile: bool = shared(Config, "teacher_compile")
     batch_tokens: int = flag(8192, "positions that a rank reads at a time.", low=1, high=2**24)
+    push_to_hub: str = flag(
+        "", "data set of the hub to upload it to, as in me/cache, from where --teacher_cache "
+        "hf://datasets/me/cache reads it. Empty: none.")
+    private: bool = flag(False, "make that data set a private one.")
     trust_remote_code: bool = flag(False, "run the Python code that comes with the teacher.")
     local_rank: int = shared(Config, "local_rank")
 
@@ -114,6 +120,8 @@ class Args:
         check_flags(self)
         if self.logp_bits not in (16, 32):
             raise ValueError(f"--logp_bits {self.logp_bits}: expected 16 or 32")
+        if self.push_to_hub.count("/") != bool(self.push_to_hub):
+            raise ValueError(f"--push_to_hub {self.push_to_hub}: expected OWNER/NAME")
         self._check_what_is_kept()
 
     def _check_what_is_kept(self):
@@ -597,6 +605,7 @@ def run(args, device):
         if existing and is_whole(folder, existing):
             if is_first:
                 print(f"{folder} is complete: {manifest.num_texts} texts")
+                push(args)
             return
         folder.mkdir(parents=True, exist_ok=True)
         check_space(folder, manifest, positions)
@@ -617,6 +626,26 @@ def run(args, device):
         with launch.fail_together(what=f"index of {folder}"):
             if is_first:
                 cache_files.complete(folder, manifest, existing.files if existing else {})
+                push(args)
+
+
+def push(args):
+    """Upload a cache that is complete, where the flags say so.
+
+    Raises:
+        ValueError: the hub does not take it.
+    """
+    if not args.push_to_hub:
+        return
+    api = HfApi()
+    try:
+        api.create_repo(args.push_to_hub, repo_type="dataset", private=args.private, exist_ok=True)
+        api.upload_folder(repo_id=args.push_to_hub, repo_type="dataset", folder_path=args.output,
+                          ignore_patterns=[".*"], commit_message="Cache by Isogloss")
+    except Exception as error:  # the hub has a dozen types of them
+        raise ValueError(f"--push_to_hub {args.push_to_hub}: {reason_of(error)}; {args.output} "
+                         "holds the cache, and the same command tries again") from None
+    print(f"pushed to {cache_files.HUB}{args.push_to_hub}")
 
 
 def is_whole(folder, manifest):
@@ -636,6 +665,7 @@ def prepare_folder(folder, manifest, texts, args):
     for path in folder.glob(".*.incomplete"):
         path.unlink()
     manifest.write(folder)
+    (folder / "README.md").write_text(cache_files.card_of(manifest))
     teacher = folder / cache_files.TEACHER
     texts.encoder.tokenizer.save_pretrained(teacher)
     load_config("teacher", args.teacher_path, args.trust_remote_code).save_pretrained(teacher)

@@ -61,7 +61,7 @@ from isogloss.student.router import router_weight
 from isogloss.student.stages import check_pipeline_layout
 from isogloss.student.ulysses import check_sequence_layout
 from isogloss.targets import TeacherSetup
-from isogloss.teachers.cache_files import Manifest
+from isogloss.teachers.cache_files import Manifest, local_cache
 from isogloss.teachers.ensemble import EnsembleSpec
 from isogloss.teachers.mixing import vocabulary_factors
 from isogloss.teachers.model import reads_more_than_text
@@ -260,7 +260,7 @@ def _date_before(cfg):
             return before.chat_date
     for teacher_cfg in configs_by_teacher(cfg).values() if cfg.kd_weight else ():
         if teacher_cfg.teacher_cache:
-            day = Manifest.read("teacher_cache", teacher_cfg.teacher_cache).date
+            day = Manifest.read("teacher_cache", local_cache(teacher_cfg.teacher_cache)).date
             if day:
                 return day
     return ""

@@ -5,6 +5,7 @@ import contextlib
 import io
 import json
 import os
+import re
 import shutil
 import signal
 from pathlib import Path
@@ -398,3 +399,52 @@ def test_a_writer_does_not_mix_caches(models, data, caches, tmp_path):
         assert text in line and line.count("\n") <= 1, line
     assert not lines[-1]
     assert bytes_of(caches["20"]) == before
+
+
+# --- the hub --------------------------------------------------------------------------------------
+
+
+def test_the_card_reads_a_cache_without_isogloss(caches, monkeypatch):
+    """Its lines, as they stand there, give what the reader gives."""
+    reader = cache_files.CacheReader(caches["20"])
+    card = (caches["20"] / "README.md").read_text()
+    assert "# What teacher says of" in card and str(caches["20"].parent.parent) not in card
+    monkeypatch.chdir(caches["20"])
+    said = {}
+    exec(re.search(r"^```python\n(.*?)^```", card, re.M | re.S)[1], said)
+    first = next(place for place in range(len(reader.keys))
+                 if reader.shard[place] == 0 and reader.text[place] == 0)
+    columns = reader.columns(first, int(reader.size[first]))
+    ids = cache_files.unpack_ids(columns["low"], columns["high"])
+    assert torch.equal(torch.from_numpy(said["ids"]), ids.long())
+    logp = cache_files.unpack_logp(columns["logp"])
+    assert torch.allclose(torch.from_numpy(said["logp"]).float(), logp, atol=1e-6)
+
+
+def test_a_cache_is_pushed_and_read_from_the_hub(models, data, caches, tmp_path, monkeypatch):
+    """Stand-ins for the hub: a folder takes what is uploaded, and gives it back."""
+    hub = tmp_path / "hub"
+    calls = []
+    monkeypatch.setattr(cache.HfApi, "create_repo",
+                        lambda self, name, **options: calls.append((name, options)))
+    monkeypatch.setattr(cache.HfApi, "upload_folder", lambda self, **options: shutil.copytree(
+        options["folder_path"], hub / options["repo_id"]))
+    args = parse_flags(cache.Args, [f"--teacher={models[1]}", *data, f"--output={caches['20']}",
+                                    "--push_to_hub=me/cache", "--private"])
+    cache.push(args)
+    assert calls == [("me/cache", {"repo_type": "dataset", "private": True, "exist_ok": True})]
+    monkeypatch.setattr(cache_files, "snapshot_download",
+                        lambda name, repo_type, revision: str(hub / name))
+    folder = cache_files.local_cache("hf://datasets/me/cache")
+    assert bytes_of(folder) == bytes_of(caches["20"])
+    assert Config(student="s", data="d", teacher_cache="hf://datasets/me/cache").teacher_path == \
+        str(hub / "me/cache" / "teacher")
+
+    def refuse(*_, **__):
+        raise RuntimeError("404")
+
+    monkeypatch.setattr(cache_files, "snapshot_download", refuse)
+    with pytest.raises(ValueError, match="hf://datasets/no/cache: cannot be downloaded"):
+        cache_files.local_cache("hf://datasets/no/cache")
+    with pytest.raises(ValueError, match="--push_to_hub me: expected OWNER/NAME"):
+        parse_flags(cache.Args, ["--teacher=t", "--data=d", "--output=o", "--push_to_hub=me"])

@@ -18,10 +18,12 @@ Shapes: N positions of a shard, K kept tokens, L log2 of the vocabulary.
 import hashlib
 import json
 from dataclasses import asdict, dataclass, field, fields
+from functools import lru_cache
 from pathlib import Path
 
 import numpy as np
 import torch
+from huggingface_hub import snapshot_download
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save
 
@@ -237,6 +239,76 @@ class Manifest:
             if entry.name not in ("files", "teacher", "data") and values[0] != values[1]:
                 return f"{entry.name} {values[0]} there, {values[1]} here"
         return None
+
+
+HUB = "hf://datasets/"
+
+
+@lru_cache
+def local_cache(path):
+    """Return the folder of a cache; one of the hub, hf://datasets/owner/name, is downloaded once.
+
+    Raises:
+        ValueError: it cannot be.
+    """
+    if not path.startswith(HUB):
+        return path
+    name, _, revision = path.removeprefix(HUB).partition("@")
+    try:
+        return snapshot_download(name, repo_type="dataset", revision=revision or None)
+    except Exception as error:  # the hub has a dozen types of them
+        raise ValueError(f"--{FLAG} {path}: cannot be downloaded ({reason_of(error)})") from None
+
+
+CARD = """\
+---
+tags:
+- isogloss
+- knowledge-distillation
+---
+
+# What {teacher} says of {data}
+
+{what} of {num_texts:,} texts, written by Isogloss. Its licence is what those of the teacher and of
+the data allow.
+
+    deepspeed distill.py --student S --teacher_cache hf://datasets/OWNER/NAME --data ...
+"""
+READING = """
+Without Isogloss, the first text:
+
+```python
+import json
+import numpy as np
+from safetensors.numpy import load_file
+
+shard = load_file("shard-00000.safetensors")
+first, last = shard["starts"][:2]  # its positions
+ids = shard["low"][first:last].astype(np.int64)  # of the tokens that are kept
+size = -(-ids.shape[1] // 8)
+for bit in range(shard["high"].shape[1] // size):
+    plane = shard["high"][first:last, bit * size : (bit + 1) * size]
+    ids |= np.unpackbits(plane, axis=1)[:, : ids.shape[1]].astype(np.int64) << (16 + bit)
+logp = shard["logp"][first:last] / {steps}  # of all others together: shard["rest"]
+```
+"""
+
+
+def card_of(manifest):
+    """Return the README.md of a cache."""
+    kept = manifest.output == "topk"
+    what = f"{manifest.top_k} tokens of each position" if kept else "Final hidden states"
+    card = CARD.format(teacher=name_of(manifest.teacher), data=name_of(manifest.data), what=what,
+                       num_texts=manifest.num_texts)
+    if not kept:
+        return card
+    return card + READING.format(steps=-LOGP_STEPS if manifest.logp_bits == 16 else 1)
+
+
+def name_of(path):
+    """Return what a card says of a model or of data: no path of this machine."""
+    is_hub_id = path.count("/") == 1 and path[0] not in "./~"
+    return path if is_hub_id or "://" in path else Path(path).name
 
 
 def shard_name(number):

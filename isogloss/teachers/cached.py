@@ -24,6 +24,7 @@ from isogloss.teachers.cache_files import (
     CacheReader,
     Manifest,
     check_contents,
+    local_cache,
     open_cache,
     read_tensors,
     scored_logits,
@@ -157,7 +158,7 @@ class CacheSpec(TeacherSpec):
 
     @classmethod
     def tokenizer_path(cls, cfg):
-        return cfg.teacher or str(Path(cfg.teacher_cache) / TEACHER)
+        return cfg.teacher or str(Path(local_cache(cfg.teacher_cache)) / TEACHER)
 
     @classmethod
     def encoder(cls, cfg, load, student, roles):
@@ -166,7 +167,7 @@ class CacheSpec(TeacherSpec):
         Raises:
             ValueError: the cache is damaged, or does not fit.
         """
-        folder = cfg.teacher_cache
+        folder = local_cache(cfg.teacher_cache)
         Manifest.read(FLAG, folder)  # before its tokenizer is looked for there
         encoder, _ = load()
         manifest = check_cache(folder, encoder, cfg.teacher_max_length)
@@ -180,14 +181,14 @@ class CacheSpec(TeacherSpec):
 
     @classmethod
     def check_data(cls, cfg, parts):
-        check_texts(cfg.teacher_cache, parts)
+        check_texts(local_cache(cfg.teacher_cache), parts)
 
     @classmethod
     def of(cls, cfg, encoder, device, student=None):
-        output = Manifest.read(FLAG, cfg.teacher_cache).output
+        output = Manifest.read(FLAG, local_cache(cfg.teacher_cache)).output
         reading = cfg.reading_of_rest(student or encoder, encoder)
         return cls(cls.tokenizer_path(cfg), len(encoder.table), device, output, *reading,
-                   cfg.teacher_cache)
+                   local_cache(cfg.teacher_cache))
 
     def load(self):
         return CachedTeacher(self)
