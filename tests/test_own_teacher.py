@@ -49,7 +49,7 @@ def mean_weights(flags):
     [setup] = state.teachers
     worst = moved = 0.0
     for first in range(0, 8, 2):
-        batch = collate([inputs.data.train_data[first + i]["text"] for i in range(2)])
+        batch = collate([inputs.data.sources[0].train_data[first + i]["text"] for i in range(2)])
         distill.train_step(state, [batch])
         weights = setup.source.weights()
         for name, weight in state.engine.module.whole_weights():
@@ -82,7 +82,8 @@ def shared_weights(flags):
     places = {weight.data_ptr() for weight in state.engine.module.parameters()}
     before = {name: weight.clone() for name, weight in setup.source.weights().items()}
     collate = build_collator(state.cfg, inputs, state.device)
-    distill.train_step(state, [collate([inputs.data.train_data[i]["text"] for i in range(2)])])
+    rows = inputs.data.sources[0].train_data
+    distill.train_step(state, [collate([rows[i]["text"] for i in range(2)])])
     weights = setup.source.weights()
     assert weights and all(weights[name].equal(before[name]) for name in weights)
     names = {True: set(), False: set()}

@@ -11,6 +11,7 @@ from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoModelForCa
 
 from isogloss.flags.model_names import read_model_name
 from isogloss.models.adapters import adapter_of, add_adapter, load_adapter, merge_into
+from isogloss.models.quantized import unpacked_layer
 from isogloss.projection_tools.tokenizers import reading
 
 # As transformers names them; "auto" is what it takes by itself: sdpa, else eager.
@@ -108,6 +109,10 @@ def load_model(role, path, trust_remote_code=False, adapter=None, **options):
         raise ValueError(f"--{role} {path}: its weights are not those of its config.json "
                          f"({'; '.join(wrong)}); use the files of one model, as save_pretrained "
                          "writes them")
+    bare = unpacked_layer(model)
+    if bare:
+        raise ValueError(f"--{role} {path}: its config.json says that its weights are quantized, "
+                         f"and {bare} is not; take quantization_config out of it")
     if name.adapter:
         load_adapter(role, path, model, name.adapter, adapter)
         if adapter is None and not quantization_of(model.config):  # packed bits take no sum
