@@ -10,6 +10,7 @@ Tests: tests/test_install.py.
 import os
 import platform
 import shutil
+import socket
 import sys
 from dataclasses import fields
 from importlib import metadata
@@ -46,6 +47,19 @@ def split_words(words, names):
     return words, []
 
 
+def with_free_port(launcher):
+    """Return the launcher's words with a free port, so that two jobs of one node do not meet.
+
+    Words that name a port, or other nodes, stay as they are.
+    """
+    named = ("--master_port", "--hostfile", "-H", "--num_nodes", "--force_multi", "--no_ssh")
+    if any(word.startswith(named) for word in launcher) or Path("/job/hostfile").exists():
+        return launcher
+    with socket.socket() as found:
+        found.bind(("", 0))
+        return [*launcher, f"--master_port={found.getsockname()[1]}"]
+
+
 def main():
     """Start the ranks, or print our help."""
     from isogloss.config import Config
@@ -58,7 +72,7 @@ def main():
     launcher, ours = split_words(words, [entry.name for entry in fields(Config)])
     from deepspeed.launcher import runner
 
-    runner.main([*launcher, "--module", "isogloss.distill", *ours])
+    runner.main([*with_free_port(launcher), "--module", "isogloss.distill", *ours])
 
 
 # --- isogloss doctor ------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ from importlib import metadata
 import pytest
 
 from conftest import ROOT
-from isogloss.command import split_words
+from isogloss.command import split_words, with_free_port
 from jobs import write_corpus
 
 
@@ -25,6 +25,14 @@ from jobs import write_corpus
 def test_words_before_the_first_flag_of_ours_are_the_launchers(words, launcher):
     names = ["student", "pack", "ds_config"]
     assert split_words(words, names) == (words[:launcher], words[launcher:])
+
+
+def test_a_job_of_one_node_has_a_port_of_its_own():
+    [*words, port] = with_free_port(["--num_gpus", "2"])
+    assert words == ["--num_gpus", "2"]
+    assert 1024 < int(port.removeprefix("--master_port=")) < 65536
+    for words in (["--master_port", "1"], ["--hostfile=h"], ["-H", "h"]):
+        assert with_free_port(words) == words
 
 
 @pytest.fixture(scope="module")
