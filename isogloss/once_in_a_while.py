@@ -33,7 +33,7 @@ def announce(state, inputs, start):
     cfg = state.cfg
     engine = state.engine
     dtype = str(next(engine.module.parameters()).dtype).removeprefix("torch.")
-    model = f"student {cfg.student} ({in_millions(state.student.num_parameters)} weights, {dtype})"
+    model = f"student {cfg.student} ({in_millions(state.student.num_weights)} weights, {dtype})"
     for setup in state.teachers:
         model += f", teacher {setup.name} ({setup.cfg.loss}, weight {setup.cfg.kd_weight:g})"
     tell(model if state.teachers else f"{model}, no teacher")

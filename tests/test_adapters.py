@@ -6,6 +6,7 @@ import math
 import re
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -20,6 +21,7 @@ from isogloss.inputs import load_text_encoder
 from isogloss.log import model_versions
 from isogloss.models import adapters, quantized
 from isogloss.models.pretrained import check_weights, load_model
+from isogloss.student.engine import EngineRunner
 from isogloss.teachers import model as model_teachers
 from jobs import check_refusals, ds_config, losses_of, run_distill, write_corpus
 
@@ -419,6 +421,17 @@ def test_four_bits_need_their_library_and_no_shards(models, tmp_path, monkeypatc
     monkeypatch.setattr(quantized.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ValueError, match="needs bitsandbytes, which is not installed; pip install"):
         Config(**flags)
+
+
+def test_frozen_weights_are_weights_and_take_part_in_two_products(models, monkeypatch):
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 1)
+    model = AutoModelForCausalLM.from_pretrained(models[0])
+    total = sum(parameter.numel() for parameter in model.parameters())
+    frozen = model.get_input_embeddings().weight.requires_grad_(False).numel()
+    module = SimpleNamespace(model=model, parameters=model.parameters)
+    runner = EngineRunner(SimpleNamespace(module=module), 9)
+    assert runner.num_weights == total
+    assert runner.num_parameters == pytest.approx(total - frozen / 3)
 
 
 def test_without_peft_one_line_says_what_to_install(adapter, models, monkeypatch):

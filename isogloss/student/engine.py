@@ -150,7 +150,7 @@ class StudentRunner(Protocol):
         engine: DeepSpeed engine.
         computes_loss: this rank does; only such ranks ask teachers and count terms.
         averaged_ranks: ranks over which the engine averages gradients.
-        num_parameters: of the whole student, a frozen one counted as two thirds.
+        num_weights: of the whole student; num_parameters: a frozen one counted as two thirds.
         batches_at_once: that `reduce` takes best.
         loss_group: process group of the ranks that compute losses; None: all ranks.
         description: of what a user may want to know before the first step.
@@ -159,6 +159,7 @@ class StudentRunner(Protocol):
     engine: deepspeed.DeepSpeedEngine
     computes_loss: bool
     averaged_ranks: int
+    num_weights: int
     num_parameters: int
     batches_at_once: int
     loss_group: object
@@ -209,8 +210,10 @@ class EngineRunner:
         self.averaged_ranks = dist.get_world_size()
         self.description = describe_adapter(engine.module.model)
         self.num_parameters = 0
+        self.num_weights = 0
         for parameter in engine.module.parameters():
             numel = getattr(parameter, "ds_numel", num_weights(parameter))  # ZeRO-3
+            self.num_weights += numel
             # a frozen weight takes part in two products, not three
             self.num_parameters += numel if parameter.requires_grad else numel * 2 / 3
 

@@ -220,6 +220,7 @@ class PipelineRunner:
             local -= engine.module.model.get_output_embeddings().weight.numel()
         in_all_pipelines = float(global_sums([local])[0])
         self.num_parameters = int(in_all_pipelines) // self.averaged_ranks
+        self.num_weights = self.num_parameters
         self.clock = StageClock(engine)
         self.step_seconds = 0.0
 
