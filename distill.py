@@ -144,7 +144,7 @@ def take_steps(state, batches, held_out, start, *, log, signals, times_collectiv
     upcoming = None
     for step in range(start + 1, cfg.steps + 1):
         begin = Moment(state.device)
-        evaluates = cfg.holds_out and (once.is_every(cfg.eval_every, step) or step == cfg.steps)
+        evaluates = (once.is_every(cfg.eval_every, step) or step == cfg.steps) and cfg.holds_out
         micro_batches = upcoming or next_micro_batches(state, batches, step)
         # Teachers on ranks of their own or on servers run on the next step meanwhile; not across an
         # evaluation, because they respond in the order in which they are asked, and not on what the

@@ -11,7 +11,7 @@ import deepspeed
 import torch.distributed as dist
 
 from isogloss.checkpoints.checkpoint import CannotSave, checkpoint_name, save_checkpoint
-from isogloss.checkpoints.model_card import licence_rules
+from isogloss.checkpoints.model_card import license_rules
 from isogloss.checkpoints.run_identity import checkpoint_folder, run_identity, run_layout
 from isogloss.evaluation.evaluate import evaluate, metrics_of
 from isogloss.export import export_model, export_projection, projection_path
@@ -92,8 +92,8 @@ def write_results(state, inputs):
     if cfg.export:
         end_if_failed(export_model(state.engine, inputs.student, cfg))
         tell(f"exported to {cfg.export}")
-        for rule in licence_rules(cfg) if dist.get_rank() == 0 else ():
-            tell(f"licence of {rule}")
+        for rule in license_rules(cfg) if dist.get_rank() == 0 else ():
+            tell(f"license of {rule}")
 
 
 def end_if_failed(error):

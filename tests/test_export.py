@@ -290,7 +290,7 @@ def test_the_card_is_valid_and_its_lines_run(exported, monkeypatch, capsys):
     assert capsys.readouterr().out.startswith("The boat")
 
 
-def test_the_card_says_what_licences_ask(tmp_path):
+def test_the_card_says_what_licenses_ask(tmp_path):
     names = {"base": "license: llama3.2\nlanguage:\n- en", "free": "license: apache-2.0",
              "strict": "license: other\nlicense_name: gemma", "silent": ""}
     for name, front in names.items():

@@ -37,7 +37,7 @@ LEFT_OUT = {
     "teacher_tokenizer"}
 
 
-# {what a licence's name begins with: what it asks of a model made with it, or taught by it}, of the
+# {what a license's name begins with: what it asks of a model made with it, or taught by it}, of the
 # texts of Meta and Google of 2023 to 2025
 RULES = {
     "llama2": "its outputs may improve no other model than Llama 2 and what derives from it",
@@ -101,9 +101,9 @@ def card_text(record, cfg, lines, step, has_picture):
         sections += ["## Held-out results", table(["", "before", f"step {step}"], compared)]
     if has_picture:
         sections.append(f"![Curves of the run]({PICTURE})")
-    rules = licence_rules(cfg)
+    rules = license_rules(cfg)
     if rules:
-        sections += ["## Licences", "\n".join(f"- {rule}" for rule in rules)]
+        sections += ["## Licenses", "\n".join(f"- {rule}" for rule in rules)]
     sections += ["## Flags", "Flags that differ from their defaults:", flags_text(cfg)]
     sections += ["## Citation", f"```bibtex\n{CITATION}\n```"]
     return "\n\n".join(sections) + "\n"
@@ -151,18 +151,18 @@ def card_of(name):
         return {}
 
 
-def licence_rules(cfg):
-    """List what the licences of the base model and of the teachers ask of the student."""
+def license_rules(cfg):
+    """List what the licenses of the base model and of the teachers ask of the student."""
     models = [] if cfg.from_scratch else [cfg.student]
     if cfg.kd_weight:
         models += [entry.teacher for entry in configs_by_teacher(cfg).values()]
     rules = []
     for name in dict.fromkeys(filter(None, models)):
         card = card_of(name)
-        licence = str(card.get("license_name") or card.get("license") or "")
+        license = str(card.get("license_name") or card.get("license") or "")
         for beginning, rule in RULES.items():
-            if licence.lower().replace("-", "").startswith(beginning.replace("-", "")):
-                rules.append(f"{public_name(name)} ({licence}): {rule}")
+            if license.lower().replace("-", "").startswith(beginning.replace("-", "")):
+                rules.append(f"{public_name(name)} ({license}): {rule}")
     return rules
 
 

@@ -269,7 +269,7 @@ tags:
 
 # What {teacher} says of {data}
 
-{what} of {num_texts:,} texts, written by Isogloss. Its licence is what those of the teacher and of
+{what} of {num_texts:,} texts, written by Isogloss. Its license is what those of the teacher and of
 the data allow.
 
     deepspeed distill.py --student S --teacher_cache hf://datasets/OWNER/NAME --data ...
