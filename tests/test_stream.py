@@ -1,13 +1,18 @@
 """stream.py: an order by the seed alone, and a run that goes on without what it has read."""
 
 import gzip
+import io
+import itertools
 import json
 
 import datasets
+import fsspec
 import pytest
 
 import ranks
-from isogloss.data import stream as stream_module
+from isogloss.data import file_rows, stream as stream_module
+from isogloss.data.checks import BadLine
+from isogloss.data.file_rows import Piece, named_rows, pieces_of
 from isogloss.data.open_data import load_dataset
 from isogloss.data.order import ExampleReader
 from isogloss.data.stream import Places, StreamedExamples
@@ -60,9 +65,14 @@ def text_in(example):
 
 @pytest.fixture(scope="module", params=WRITERS)
 def dataset(request, tmp_path_factory):
-    """A stream of files of every kind."""
+    """A stream of files of every kind; those of lines are read in pieces."""
     folder = tmp_path_factory.mktemp("files")
-    return load_dataset(write_files(folder, request.param), "text", streaming=True)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(file_rows, "PIECE_BYTES", 300)
+        opened = load_dataset(write_files(folder, request.param), "text", streaming=True)
+    is_cut = request.param in (".jsonl", ".txt", ".chats.jsonl")
+    assert opened.num_shards > NUM_FILES if is_cut else opened.num_shards == NUM_FILES
+    return opened
 
 
 def read(dataset, begin, end, place=None, skipped=0, seed=3, reader=READER):
@@ -216,3 +226,122 @@ def test_a_streamed_run_resumes_bit_by_bit(models, texts, tmp_path):
     for one, other in zip(losses_of(tmp_path / "whole"), losses_of(tmp_path / "moved"),
                           strict=True):
         assert one["loss"] == pytest.approx(other["loss"], rel=1e-4)
+
+
+# --- pieces of files ------------------------------------------------------------------------------
+
+
+ROWS = [{"text": text} for text in ("a", "b\u20ac\n", "", "c" * 60, "d", "e" * 9)]
+BLANKS = "\n \n\r\n"
+AWKWARD = {
+    "plain.jsonl": lines_of(ROWS) + "\n",
+    "unended.jsonl": lines_of(ROWS),
+    "bom.jsonl": "\ufeff" + lines_of(ROWS),
+    "returns.jsonl": lines_of(ROWS).replace("\n", "\r\n"),
+    "blank.jsonl": BLANKS * 5 + lines_of(ROWS).replace("\n", "\n\n") + BLANKS,
+    "pairs.jsonl": lines_of(ROWS[:3]).replace("\n", "  ") + "\n" + lines_of(ROWS[3:]),
+    "list.jsonl": json.dumps(ROWS, indent=1),
+    "line.json": json.dumps(ROWS),
+    "late.json": BLANKS * 9 + json.dumps(ROWS, indent=1),
+    "bom.json": "\ufeff" + json.dumps(ROWS, indent=1),
+    "object.jsonl": json.dumps({"text": "one\ntwo"}, indent=1),
+    "odd.json": '{"text":\n"one"\n}\n',
+    "lines.txt": "\ufeffone\r\ntwo\rthree\n\n\u20ac" + "four" * 20 + "\n\n\ufefflast",
+    "ended.txt": "one\n\n",
+    "void.txt": "",
+}
+
+
+def rows_of(pieces):
+    kind = "text" if pieces[0].file.endswith(".txt") else "json"
+    return [row["text"] for row in named_rows(kind, pieces, (("text", None),))]
+
+
+def all_cuts(kind, path, monkeypatch):
+    """Yield the pieces of a file for every size of these."""
+    for size in range(1, path.stat().st_size + 2):
+        monkeypatch.setattr(file_rows, "PIECE_BYTES", size)
+        yield pieces_of(kind, [str(path)], True)
+
+
+@pytest.mark.parametrize("name", AWKWARD)
+def test_pieces_of_a_file_have_its_rows(name, tmp_path, monkeypatch):
+    """Wherever it is cut: at the start of a line, in a character, in a line that fills several."""
+    path = tmp_path / name
+    path.write_bytes(AWKWARD[name].encode())
+    whole = rows_of([Piece(str(path))])
+    if name.endswith(".txt"):
+        with open(path, encoding="utf-8-sig") as file:
+            assert whole == [line.removesuffix("\n") for line in file]
+    elif name not in ("object.jsonl", "odd.json"):
+        assert whole == [row["text"] for row in ROWS]
+    else:
+        assert len(whole) == 1
+    kind = "text" if name.endswith(".txt") else "json"
+    for pieces in all_cuts(kind, path, monkeypatch):
+        assert rows_of(pieces) == whole
+        assert list(itertools.chain.from_iterable(rows_of([piece]) for piece in pieces)) == whole
+    assert len(pieces) == 1
+
+
+BAD_LINES = {"no JSON": b'{"text": ', "no object": b"7", "no UTF-8": b'{"text": "\xe9"}',
+             "another type": b'{"text": 7}', "no list": b"[7"}
+
+
+@pytest.mark.parametrize("case", BAD_LINES)
+def test_a_bad_line_of_a_piece_is_named_by_its_number_in_the_file(case, tmp_path, monkeypatch):
+    path = tmp_path / "a.jsonl"
+    before = [json.dumps(row).encode() for row in ROWS]
+    if case == "no list":  # it begins a file
+        before = [b""] * len(ROWS)
+    path.write_bytes(b"\r\n".join([b"", *before, BAD_LINES[case], b'{"text": "z"}']))
+    for pieces in all_cuts("json", path, monkeypatch):
+        with pytest.raises(BadLine, match=r"line 8\b"):
+            list(named_rows("json", pieces[::-1], (("text", "string"),)))
+
+
+def test_a_stream_reads_no_more_again_than_a_piece(tmp_path, monkeypatch):
+    """And the first line of its file, which tells how it is to be read."""
+    path = tmp_path / "a.jsonl"
+    path.write_text(lines_of([{"text": f"{row} " * 200} for row in range(400)]))
+    num_read = 0
+
+    class Counted(io.FileIO):
+        def readinto(self, buffer):
+            nonlocal num_read
+            size = super().readinto(buffer)
+            num_read += size
+            return size
+
+    size = path.stat().st_size
+    monkeypatch.setattr(file_rows, "PIECE_BYTES", size // 8)
+    dataset = load_dataset(str(path), "text", streaming=True)
+    whole, examples = read(dataset, 0, 400)
+    monkeypatch.setattr(file_rows, "_open", Counted)
+    assert read(dataset, 395, 400, examples.place)[0] == whole[395:]
+    assert size // 16 < num_read < size // 4  # what is left of one piece, and what is behind it
+
+
+def test_pieces_of_a_file_far_away_are_read(monkeypatch):
+    """But where a server says that it gives no part of a file."""
+    memory = fsspec.filesystem("memory")
+    memory.pipe("/pieces/a.jsonl", lines_of(ROWS).encode())
+    monkeypatch.setattr(file_rows, "PIECE_BYTES", 20)
+    [*pieces] = pieces_of("json", ["memory://pieces/a.jsonl"], True)
+    assert len(pieces) > 5 and rows_of(pieces) == [row["text"] for row in ROWS]
+    info = memory.info("/pieces/a.jsonl")
+    for told in ({"partial": False}, {"size": None}):
+        monkeypatch.setattr(type(memory), "info", lambda self, path, told=told: info | told)
+        assert len(pieces_of("json", ["memory://pieces/a.jsonl"], True)) == 1
+
+
+@pytest.mark.parametrize("pieces", [None, 2])
+def test_a_place_among_other_pieces_is_refused(pieces, tmp_path):
+    """None: of a checkpoint from before there were any."""
+    dataset = load_dataset(write_files(tmp_path, ".jsonl"), "text", streaming=True)
+    _, examples = read(dataset, 0, 20)
+    place = examples.place | {"pieces": pieces}
+    if pieces is None:
+        del place["pieces"]
+    with pytest.raises(DataError, match=r"read in 3 pieces, and the .* in (2|whole files)"):
+        read(dataset, 19, 20, place)

@@ -1,10 +1,13 @@
-"""Rows of JSON, CSV and Arrow files: the columns that are asked for, as they stand in the file.
+"""Rows of JSON, CSV, Arrow and .txt files: the columns asked for, as they stand in the file.
 
 Readers of tables guess a type for every column: a text that looks like a date becomes a time, an
 answer of 007 a number, all messages of a column get the same keys, and a column that nobody asked
 for ends the job where a later file has another type of it.  Here a row is what its line says.
 
-Tests: tests/test_open_data.py.
+A stream reads a large file of lines in pieces, each of which is a shard to `datasets`: so a run
+that goes on reads no more again than the piece in which it stopped.
+
+Tests: tests/test_open_data.py, tests/test_stream.py.
 """
 
 import csv
@@ -12,6 +15,8 @@ import io
 import itertools
 import json
 import re
+import sys
+from typing import NamedTuple
 from urllib.parse import urlsplit
 
 import datasets
@@ -33,34 +38,56 @@ from isogloss.data.checks import (
 from isogloss.flags.yaml_file import without_twins
 
 ROWS_TO_PEEK = 1000  # rows that tell the type of a column
+PIECE_BYTES = 64 * 2**20  # of a file of lines; read in below a second; not tuned
 # Type of a value -> of a column that holds no other; of two kinds of numbers the second.
 PLAIN_TYPES = {str: "string", bool: "bool", int: "int64", float: "float64"}
 
 
-def file_keys(files):
-    """Return (file, what changes when the file does) of each; files may be addresses."""
-    keys = []
+class Piece(NamedTuple):
+    """Name what of a file is read at a time: the lines that begin in a range of its bytes.
+
+    Attributes:
+        key: it changes when the file does.
+    """
+
+    file: str
+    key: str = ""
+    begin: int = 0
+    end: int = sys.maxsize
+
+
+def pieces_of(kind, files, streaming):
+    """List the Pieces of files, which may be addresses; only a large file of lines has several."""
+    pieces = []
     for file in files:
         filesystem, path = fsspec.core.url_to_fs(file)
-        keys.append((file, filesystem.ukey(path)))
-    return keys
+        key = filesystem.ukey(path)
+        begins = [0]
+        if streaming and kind in ("json", "text") and not _suffixes(file)[1]:
+            info = filesystem.info(path)
+            # servers may not tell the size, or refuse to begin within a file
+            size = info["size"] if info.get("partial", True) else None
+            begins = range(0, size or 1, PIECE_BYTES)
+        for begin, end in zip(begins, [*begins[1:], sys.maxsize]):
+            pieces.append(Piece(file, key, begin, end))
+    return pieces
 
 
-def named_rows(kind, files, columns):
-    """Yield {column: value} of every row of some files, as `file_keys` lists them.
+def named_rows(kind, pieces, columns):
+    """Yield {column: value} of every row of some Pieces.
 
     Args:
-        kind: "json", "csv" or "arrow".
+        kind: "json", "csv", "arrow" or "text".
         columns: (name, type) each; a row that lacks one has None.  Where the type is one of
             PLAIN_TYPES, another value is refused.
     """
     names = [name for name, _ in columns]
-    for file, _ in files:
-        for number, row in READERS[kind](file, names):
+    for piece in pieces:
+        for number, row in READERS[kind](piece, names):
             for name, dtype in columns:
                 value = row.get(name)
                 if dtype and value is not None and not _is_of_type(value, dtype):
-                    raise BadLine(f"{file}: {name!r} of line {number} holds "
+                    raise BadLine(f"{piece.file}: {name!r} of line {_in_file(piece, number)} holds "
                                   f"{NAMES_OF_JSON[type(value)]}, but rows before have the type "
                                   f"{dtype}; write all rows alike")
             yield {name: row.get(name) for name in names}
@@ -72,56 +99,83 @@ def _is_of_type(value, dtype):
     return PLAIN_TYPES.get(type(value)) == dtype or (dtype == "float64" and type(value) is int)
 
 
-# --- files -> (line, row) -------------------------------------------------------------------------
+# --- pieces -> (line, row) ------------------------------------------------------------------------
 
 
 def _suffixes(file):
     return split_suffix(urlsplit(file).path if "://" in file else file)
 
 
-def _lines(file):
-    """Yield the lines of a file, which may be compressed or far away, with what ends them."""
-    is_local = "://" not in file
+def _open(file):
+    return fsspec.open(file, "rb") if "://" in file else open(file, "rb")
+
+
+def _lines(piece):
+    """Yield the lines of a piece, with what ends them; it may be far away, a file compressed."""
+    file = piece.file
     suffix = _suffixes(file)[1]
-    with open(file, "rb") if is_local else fsspec.open(file, "rb") as raw:
+    with _open(file) as raw:
         stream = OPENERS[suffix](raw, "rb") if suffix else raw
         stream = io.BufferedReader(stream)  # not every reader of compressed files knows lines
+        at = 0
+        if piece.begin:
+            at = stream.seek(piece.begin - 1)
+            at += len(stream.readline(piece.end - at))  # of the line before, which may be long
         for number in itertools.count(1):
             try:
-                line = stream.readline()
+                line = stream.readline() if at < piece.end else b""
             except DAMAGE as error:
-                if not is_local:
+                if "://" in file:
                     raise
                 raise BadLine(f"{file}: {damaged(error)}") from None
             if not line:
                 return
             if problem := problem_of_bytes(line):
-                raise BadLine(f"{file}: line {number} {problem}")
-            yield line.decode("utf-8-sig" if number == 1 else "utf-8")
+                raise BadLine(f"{file}: line {_in_file(piece, number)} {problem}")
+            yield line.decode("utf-8" if at else "utf-8-sig")
+            at += len(line)
 
 
-def json_rows(file, _):
+def _in_file(piece, number):
+    """Return which line of its file the number-th one of a piece is, counted from 1."""
+    if not piece.begin:
+        return number
+    left = piece.begin - 1  # the byte before a piece may end the line before
+    with _open(piece.file) as stream:
+        while read := stream.read(min(left, 2**20)):
+            number += read.count(b"\n")
+            left -= len(read)
+    return number + 1
+
+
+def json_rows(piece, _):
     """Yield (line, object): one on every line, or a list of them, or a single one."""
-    lines = _lines(file)
-    is_first = True
-    for number, line in enumerate(lines, 1):
+    before = _first_line(piece._replace(begin=0, end=piece.begin)) if piece.begin else ""
+    if before and _objects(before) is None and _begins_value(piece.file, before):
+        return  # the piece in which it begins has it whole
+    for number, line in enumerate(_lines(piece), 1):
         if not line.strip():
             continue
-        try:
-            rows = _objects(line)
-        except (ValueError, RecursionError):
-            rows = None
-        if rows is None and is_first and _begins_value(file, line.strip()):
-            rows = _rows_of_value(file, itertools.chain([line], lines), number)
+        rows = _objects(line)
+        if rows is None and not before and _begins_value(piece.file, line):
+            yield from _rows_of_value(piece, number)
+            return
         if rows is None:
-            raise BadLine(f"{file}: line {number} {problem_of_json(line)}")
+            number = _in_file(piece, number)
+            raise BadLine(f"{piece.file}: line {number} {problem_of_json(line)}")
         for row in rows:
             yield number, row
-        is_first = False
+        before = line
 
 
-def _begins_value(file, start):
+def _first_line(piece):
+    """Return the first line of a piece that holds something; "": none does."""
+    return next(filter(str.strip, _lines(piece)), "")
+
+
+def _begins_value(file, line):
     """Tell whether a first line begins a list, or an object over many lines."""
+    start = line.strip()
     return start[0] == "[" or start == "{" or _suffixes(file)[0] == ".json"
 
 
@@ -130,21 +184,26 @@ SPACE = re.compile(r"\s*")
 
 
 def _objects(line):
-    """Return the objects of a line, which is one almost always."""
+    """Return the objects of a line, which is one almost always; None: it holds something else."""
     rows = []
     end = SPACE.match(line).end()
     while end < len(line):
-        row, end = DECODER.raw_decode(line, end)
+        try:
+            row, end = DECODER.raw_decode(line, end)
+        except (ValueError, RecursionError):
+            return None
         if not isinstance(row, dict):
-            raise ValueError("is no object")
+            return None
         rows.append(row)
         end = SPACE.match(line, end).end()
     return rows
 
 
-def _rows_of_value(file, lines, number):
-    """Return the objects of a file that is one JSON value; of a list of texts as a column."""
-    text = "".join(lines)
+def _rows_of_value(piece, number):
+    """Yield (line, object) of a file that is one JSON value; of a list of texts as a column."""
+    file = piece.file
+    number = _in_file(piece, number)
+    text = "".join(itertools.islice(_lines(Piece(file)), number - 1, None))
     try:
         value = DECODER.decode(text)
     except RecursionError:
@@ -158,7 +217,15 @@ def _rows_of_value(file, lines, number):
         value = [value]
     elif not isinstance(value, list):
         raise BadLine(f"{file}: line {number} {problem_of_json(text)}")
-    return [row if isinstance(row, dict) else {"text": row} for row in value]
+    for row in value:
+        yield number, row if isinstance(row, dict) else {"text": row}
+
+
+def text_rows(piece, _):
+    """Yield (line, {"text": line}), ended as `open` knows it: a lone carriage return does, too."""
+    for number, line in enumerate(_lines(piece), 1):
+        for text in io.StringIO(line, newline=None):
+            yield number, {"text": text.removesuffix("\n")}
 
 
 LONE_RETURN = re.compile(r"(?<=\r)(?!\n)")
@@ -166,12 +233,16 @@ LONE_RETURN = re.compile(r"(?<=\r)(?!\n)")
 
 def _cells(file):
     """Yield the lines of a CSV file for its reader, which takes no carriage return within one."""
-    for line in _lines(file):
+    for line in _lines(Piece(file)):
         yield from LONE_RETURN.split(line) if "\r" in line else [line]
 
 
-def csv_rows(file, names):
-    """Yield (line, {name: text}); a cell is what stands there, and an empty one the empty text."""
+def csv_rows(piece, names):
+    """Yield (line, {name: text}); a cell is what stands there, and an empty one the empty text.
+
+    It is read whole: a line end may stand in a cell, and none tells which.
+    """
+    file = piece.file
     of_process = csv.field_size_limit(2**31 - 1)
     reader = csv.reader(_cells(file), strict=True)
     header = None
@@ -197,8 +268,9 @@ def _check_header(file, header, names):
             raise BadLine(f"{file}: the column {name!r} is there twice; rename or remove one")
 
 
-def arrow_rows(file, names):
+def arrow_rows(piece, names):
     """Yield (row, {name: value}) of an Arrow file, or of a stream in a file."""
+    file = piece.file
     number = 0
     try:
         for batch in arrow_batches(file):
@@ -210,7 +282,7 @@ def arrow_rows(file, names):
         raise BadLine(f"{file}: {damaged(error)}") from None
 
 
-READERS = {"json": json_rows, "csv": csv_rows, "arrow": arrow_rows}
+READERS = {"json": json_rows, "csv": csv_rows, "arrow": arrow_rows, "text": text_rows}
 
 
 # --- data sets ------------------------------------------------------------------------------------
@@ -223,7 +295,7 @@ def first_values(files, wanted=()):
         wanted: columns of which seeing one value each is enough; (): of all as many as we look at.
     """
     values = {}
-    rows = itertools.chain.from_iterable(json_rows(file, ()) for file in files)
+    rows = itertools.chain.from_iterable(json_rows(Piece(file), ()) for file in files)
     for _, row in itertools.islice(rows, ROWS_TO_PEEK):
         for name, value in row.items():
             values.setdefault(name, []).append(value)
@@ -276,8 +348,9 @@ def open_rows_of_files(kind, files, features, streaming):
     for name, feature in features.items():
         dtype = getattr(feature, "dtype", None)
         columns.append((name, dtype if kind == "json" and dtype in PLAIN_TYPES.values() else None))
-    # a list among the arguments would be divided among processes; only the files shall be
-    arguments = {"kind": kind, "files": files, "columns": tuple(columns)}
+    # a list among the arguments would be divided among processes; only the pieces shall be
+    arguments = {"kind": kind, "pieces": pieces_of(kind, files, streaming),
+                 "columns": tuple(columns)}
     if streaming and kind != "arrow":
         features = None  # with types, every value would be written and read again as JSON
     opened = datasets.IterableDataset if streaming else datasets.Dataset

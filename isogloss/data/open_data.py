@@ -1,6 +1,6 @@
 """Open a data set, wherever it is: files, folders, addresses, directories of save_to_disk, the hub.
 
-`datasets` reads .txt and .parquet files; file_rows.py reads the others, as what they say.
+`datasets` reads .parquet and most .txt files; file_rows.py reads the others, as what they say.
 
 Tests: tests/test_open_data.py, tests/test_wrong_data.py.
 """
@@ -155,6 +155,8 @@ def _open_files(request, splits):
     if request.txt_samples != "line" and kind != "text":
         raise DataError(f"--txt_samples {request.txt_samples}: is for .txt files, and {source} "
                         "holds none; leave it out")
+    if kind == "text" and request.streaming and request.txt_samples == "line":
+        return _open_rows(request, kind, {"text": datasets.Value("string")}, wanted)
     if kind == "text":
         # -sig: a byte order mark is no text
         return _read_files(request, kind, wanted, {
@@ -303,12 +305,11 @@ def _columns_of(kind, files, wanted=()):
 def _open_rows(request, kind, features, splits):
     """Open the files of splits, {name: files}, as `file_rows.named_rows` reads them."""
     if request.streaming:
-        files = file_rows.file_keys(itertools.chain.from_iterable(splits.values()))
+        files = itertools.chain.from_iterable(splits.values())
         return file_rows.open_rows_of_files(kind, files, features, streaming=True)
     by_split = {}
     for name, files in splits.items():
-        by_split[name] = file_rows.open_rows_of_files(
-            kind, file_rows.file_keys(files), features, streaming=False)
+        by_split[name] = file_rows.open_rows_of_files(kind, files, features, streaming=False)
     sizes = {name: len(dataset) for name, dataset in by_split.items()}
     parts = []
     for part in datasets.ReadInstruction.from_spec(request.split).to_absolute(sizes):

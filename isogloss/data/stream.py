@@ -2,8 +2,9 @@
 
 A stream can only be read forward.  It is cut into blocks of BLOCK_ROWS rows, and each block is
 shuffled as a whole.  So what a run needs to go on is the place where its block begins, in the words
-of `datasets`; the rows before are not read again, but for those of the same file.  The files of a
-stream come in another order in every epoch, unless its first rows are held out.
+of `datasets`; the rows before are not read again, but for those of the same file, or of the same
+piece of it (file_rows.py).  Files and pieces come in another order in every epoch, unless the first
+rows of the stream are held out.
 
 Tests: tests/test_stream.py.
 """
@@ -28,7 +29,8 @@ class Block:
 
     Attributes:
         place: JSON-able dict, from which the stream goes on with this block: the position of its
-            first sample, its epoch, its number within that, and the state of the data set.
+            first sample, its epoch, its number within that, of how many pieces its rows are, and
+            the state of the data set.
         samples: lists of the rows of each, shuffled.
     """
 
@@ -95,6 +97,12 @@ class StreamedExamples:
         # `datasets` keeps the epoch in memory that all worker processes share, and each reads on in
         # an epoch of its own
         self.dataset = copy.deepcopy(self.dataset)
+        num_pieces = self.dataset.num_shards
+        if place and place.get("pieces") != num_pieces:
+            raise DataError(
+                f"--data {self.reader.source}: is read in {num_pieces} pieces, and the checkpoint "
+                f"knows a place in {place.get('pieces', 'whole files')}; give it the files as they "
+                "were, or begin anew in another --output_dir")
         place = place or {"position": 0, "epoch": 0, "number": 0, "rows": None}
         position = place["position"]
         while True:
@@ -120,7 +128,8 @@ class StreamedExamples:
                     break
                 for row in itertools.chain(*samples):
                     has_text = has_text or bool(row.get(self.reader.text_key))
-                start = {"position": position, "epoch": epoch, "number": number, "rows": state}
+                start = {"position": position, "epoch": epoch, "number": number,
+                         "pieces": self.dataset.num_shards, "rows": state}
                 state = self.dataset.state_dict()
                 position += len(samples)
                 order = np.random.default_rng([self.seed, epoch, number]).permutation(len(samples))
