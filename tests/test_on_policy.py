@@ -1,8 +1,6 @@
 """Jobs whose student writes: the gradient of what was written, the same in every layout."""
 
 import json
-import re
-import shlex
 import shutil
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,7 +11,6 @@ import torch
 from transformers import AutoModelForCausalLM
 
 import ranks
-from conftest import ROOT
 from isogloss import distill
 from isogloss.data.batch import Collator, PairOptions
 from isogloss.data.batch_types import Example
@@ -24,9 +21,7 @@ from isogloss.losses import next_token_cross_entropy
 from isogloss.rollout import Completion
 from isogloss.writing import on_policy
 from jobs import check_same_curve, ds_config, losses_of, run_all, write_corpus
-from recipes.tiny import prepare
 from steps import Case, Layout, Reference, check_steps, flags_for
-from text_servers import StandIn
 
 pytestmark = pytest.mark.slow
 
@@ -298,50 +293,6 @@ def test_a_student_that_is_its_teacher_learns_nothing(base, models):
         record, *_ = records_of(output).values()
         [teacher_nats] = record["teacher_nats_per_byte"].values()
         assert record["student_nats_per_byte"] == pytest.approx(teacher_nats, rel=1e-4)
-
-
-def small(value, flag):
-    """Return a value of a recipe as tiny models take it."""
-    sizes = {"--max_length": "120", "--rollout_tokens": "24", "--steps": "3"}
-    return sizes.get(flag, value)
-
-
-def test_the_recipes_of_the_page_run(tmp_path):
-    """As they stand there, but for sizes and with tiny models, data and a server in their places.
-    """
-    tiny = tmp_path / "tiny"
-    prepare.main(tiny)
-    rows = []
-    for number, line in enumerate((tiny / "chats.jsonl").read_text().splitlines()):
-        row = json.loads(line)
-        source = "metamathqa-50k" if number % 2 else "everyday-conversations"
-        rows.append({"messages": row["messages"], "solution": row["hint"], "source": source})
-    prepare.write_rows(tmp_path / "chats.jsonl", rows)
-    page = (ROOT / "docs" / "on_policy.md").read_text().split("## Three recipes")[1]
-    server = StandIn(tiny / "teacher")
-    with server.running():
-        for real, own in {
-                "HuggingFaceTB/SmolLM2-1.7B-Instruct": tiny / "student",
-                "Qwen/Qwen3-1.7B": tiny / "student", "Qwen/Qwen3-8B": tiny / "teacher",
-                "google/gemma-3-12b-it": tiny / "second_teacher",
-                "meta-llama/Llama-3.1-70B-Instruct": tiny / "teacher",
-                "http://teacher-node:8000": server.url, "runs/": f"{tmp_path}/runs/",
-                "HuggingFaceTB/smoltalk:all": tmp_path / "chats.jsonl",
-                "open-r1/OpenR1-Math-220k": tmp_path / "chats.jsonl",
-                "ds_configs/": f"{ROOT}/ds_configs/"}.items():
-            assert real in page
-            page = page.replace(real, str(own))
-        commands = []
-        for text in re.findall(r"^    deepspeed distill.py ((?:.*\\\n)*.*)$", page, re.MULTILINE):
-            words = shlex.split(text.replace("\\\n", " "))
-            commands.append([small(*pair) for pair in zip(words, ["", *words])])
-        assert len(commands) == 3
-        run_all(1, *commands)
-    for name in ("two_families", "own_solutions", "api"):
-        lines = [line for line in losses_of(tmp_path / "runs" / name) if "loss" in line]
-        assert len(lines) == 3 and all(line["loss"] > 1e-6 for line in lines), name
-        assert sum(line["rollout/tokens"] for line in lines) > 0, name
-        assert (tmp_path / "runs" / name / "student" / "model.safetensors").exists(), name
 
 
 @pytest.mark.parametrize("keys, age", [([(0, 0), (1, 0)], 1), ([(0, 0)], 0)])

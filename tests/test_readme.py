@@ -1,10 +1,7 @@
 """What the README and docs/architecture.md show works, and what they name exists."""
 
 import ast
-import importlib
-import json
 import re
-import shlex
 import subprocess
 import sys
 
@@ -19,8 +16,8 @@ from isogloss.align import TokenTable
 from isogloss.config import Config
 from isogloss.data.batch import Collator, PairOptions
 from isogloss.data.sample import TextEncoder
-from isogloss.flags.parse import OLD_NAMES, parse_flags
 from isogloss.projection_tools import build, cells, show
+from test_commands import COMMANDS
 
 README = (ROOT / "README.md").read_text()
 DEMO = (ROOT / "docs" / "demo.md").read_text()
@@ -35,16 +32,6 @@ PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), *MONTHS,
 
 def code_blocks(kind, text=README):
     return re.findall(rf"```{kind}\n(.*?)```", text, re.S)
-
-
-def commands(text=README):
-    """Return the words of every indented command line of a page, continued lines joined."""
-    lines = []
-    for block in re.findall(r"(?:^    .*\n)+", text, re.M):
-        joined = block.replace("\\\n", " ")
-        lines += [line.strip() for line in joined.splitlines()]
-    return [shlex.split(line, comments=True) for line in lines
-            if re.match(r"(deepspeed|python|make|pip) ", line)]
 
 
 def tracked_files():
@@ -86,33 +73,6 @@ def test_the_readme_is_short_and_counts_the_files_to_copy():
     assert abs(int(said.replace(",", "")) - lines) < 100
 
 
-@pytest.mark.parametrize("page", [page for page in PAGES if commands(page.read_text())],
-                         ids=lambda page: str(page.relative_to(ROOT)))
-def test_every_command_of_a_page_is_understood(page, monkeypatch):
-    """Flags exist and have allowed values; what a page leaves out by "..." is filled in."""
-    monkeypatch.chdir(ROOT)  # where recipes are
-    makefile = (ROOT / "Makefile").read_text()
-    for words in commands(page.read_text()):
-        if "distill.py" in words:
-            flags = words[words.index("distill.py") + 1:]
-            if "..." in flags:
-                flags.remove("...")
-                flags += ["--student=S", "--teacher=T", "--data=d.jsonl"]
-            cfg = parse_flags(Config, flags, file_flag="config")
-            assert (ROOT / cfg.ds_config).is_file()
-            for entry in json.loads(cfg.teachers or "[]"):
-                assert "/" in entry["model"]
-        elif words[:2] == ["python", "-m"]:
-            module = importlib.import_module(words[2])
-            if hasattr(module, "Args"):  # recipes.tiny.prepare has no flags
-                positional = ("recipe",) if words[2] == "isogloss.plan" else ()
-                parse_flags(module.Args, words[3:], positional, OLD_NAMES)
-        elif words[0] == "make":
-            assert re.search(rf"^{words[1]}:", makefile, re.M)
-        elif words[0] == "python":
-            assert (ROOT / words[1]).is_file()
-
-
 def test_flags_and_targets_that_the_text_names_exist():
     known = {*Config.__dataclass_fields__, "help"}
     for tool in (build, show, cells, cache, export, plot):
@@ -127,7 +87,8 @@ def test_flags_and_targets_that_the_text_names_exist():
 
 def test_the_alignment_that_the_quick_start_shows():
     shown = code_blocks("text")[0]
-    command, = [words for words in commands() if words[:2] == ["python", "align.py"]]
+    [command] = [command.words() for command in COMMANDS
+                 if command.page == "README.md" and "align.py --student" in command.line]
     flags = dict(zip(command[2::2], command[3::2]))
     flags["--student"] = str(asset("tokenizers", "gpt2"))
     flags["--teacher"] = str(asset("tokenizers", "qwen2"))

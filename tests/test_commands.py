@@ -1,0 +1,368 @@
+"""Every command of a page, and of the head of a module, runs as it stands in an empty folder.
+
+The folder is a checkout in which nothing has been made.  Tiny models, texts and a server lie in the
+places of hub ids, files and addresses, and flags behind a command make it short.  Who documents a
+command adds nothing here, unless it names another input, or cannot run: NOT_RUN says why.
+"""
+
+import ast
+import contextlib
+import io
+import json
+import os
+import re
+import runpy
+import shlex
+import shutil
+import subprocess
+import sys
+import traceback
+from itertools import pairwise
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+import torch.distributed as dist
+import yaml
+
+import ranks
+from conftest import ROOT, asset
+from hub_copies import copy_gsm8k, copy_lambada, copy_mmlu, needs_lm_eval
+from isogloss import distill
+from isogloss.config import Config
+from isogloss.flags.parse import parse_flags
+from isogloss.projection_tools import build
+from jobs import losses_of
+from recipes.tiny import prepare
+from text_servers import StandIn
+
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), ROOT / "recipes/README.md",
+         ROOT / "ds_configs/README.md", ROOT / "CONTRIBUTING.md"]
+MODULES = [path for place in ("*.py", "isogloss/**/*.py", "projection_tools/*.py",
+                              "recipes/tiny/*.py") for path in sorted(ROOT.glob(place))]
+PROGRAM = (r"(?:\w+=\"[^\"]*\" )?"
+           r"(?:deepspeed|python|torchrun|isogloss[-\w]*|make|pip|cp|vllm|sbatch|hf|apt) ")
+# What a rank of the tests has in its environment, and a program that a user starts has not.
+OF_RANKS = "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_SIZE", "MASTER_ADDR", "MASTER_PORT"
+# Pages whose programs run in processes of their own; the others share those of warm ranks.
+FRESH = "docs/caches.md", "docs/running.md"
+# {what a command begins with: why it does not run here}
+NOT_RUN = {
+    "make": "installs from the network; what it runs are tests, or the demo, of test_demo.py",
+    'SEEDS="0 1 2" make demo': "the same",
+    "python demo.py": "takes minutes; test_demo.py",
+    "pip": "installs from the network; of a wheel test_install.py",
+    "apt": "installs from the network",
+    "hf download": "asks the hub; hub_copies.py makes what it makes",
+    "isogloss": "needs an installation; test_install.py",
+    "vllm serve": "needs vLLM; test_vllm.py",
+    "deepspeed distill.py ... --rollout_command": "needs vLLM; test_vllm.py",
+    "deepspeed distill.py ... --writer vllm": "needs vLLM; test_vllm.py",
+    "deepspeed --hostfile": "needs several nodes; test_two_nodes.py",
+    "sbatch": "needs several nodes; test_two_nodes.py",
+}
+# Flags behind a command, over whose values they win; those of the first, where it has them.
+SHORTER = {"eval_rows": 4, "eval_every": 2, "save_every": 1, "rollout_tokens": 8}
+SHORT = {"steps": 2, "max_length": 120, "num_workers": 0}
+NUM_TEXTS = 40
+FIRST_STEPS = 4  # for 2,000 of the first command, which saves four times
+# {what stands in a command: what stands there here}
+REPLACED = {
+    "--data ...": "--data corpus.jsonl",
+    "distill.py ...": "distill.py --student S --teacher T --data corpus.jsonl --learning_rate 1e-4",
+    "pipeline.json ...": "pipeline.json --student S --teacher T --data corpus.jsonl "
+                         "--learning_rate 1e-4",
+    "runs/b ...": "runs/b",
+    "--push_to_hub me/student": "",  # which asks the hub
+    "--step 1500": "--step 3",  # of four, where the first command takes 2,000 steps
+    "--step 400": "--step 3",
+    "--teacher_tokenizer T --data": "--teacher_tokenizer T --top_k 16 --data",
+    "201,hello": "#201,#20",  # which a tiny vocabulary lacks
+    "--data DIR": "--data eval",
+    "--tasks gsm8k": "--tasks gsm8k --data eval",  # which asks the hub
+}
+# {what is made for the tests: the names under which commands know it}
+INPUTS = {
+    "student": """S A E DIR smollm2 openai-community/gpt2 HuggingFaceTB/SmolLM2-135M
+        HuggingFaceTB/SmolLM2-1.7B HuggingFaceTB/SmolLM2-1.7B-Instruct Qwen/Qwen3-1.7B""",
+    "teacher": """T B llama3 qwen2 gpt2 Qwen/Qwen2-0.5B Qwen/Qwen3-0.6B Qwen/Qwen3-4B
+        Qwen/Qwen3-8B meta-llama/Llama-3.1-70B-Instruct""",
+    "second_teacher": "C llama2 mistral_v7 deepseek_coder google/gemma-3-12b-it "
+                      "google/gemma-3-4b-it",
+    "texts.jsonl": "corpus.jsonl D/a.jsonl org/name/a.jsonl "
+                   "HuggingFaceFW/fineweb-edu:sample-10BT/a.jsonl",
+    "chats.jsonl": "chats.jsonl HuggingFaceTB/smoltalk:all/a.jsonl "
+                   "open-r1/OpenR1-Math-220k/a.jsonl",
+    "prose.txt": "a.txt F.txt G.py english.txt stories.txt numbers.txt code.txt chinese.txt "
+                 "japanese.txt",
+    "projection.pt": "F.pt G.pt",
+    "run": "RUN runs/a runs/b runs/smol",
+    "eval": "eval",
+}
+
+
+# --- what is documented ---------------------------------------------------------------------------
+
+
+class Command(NamedTuple):
+    page: str
+    line: str
+
+    @property
+    def reason(self):
+        """Why it does not run here; None where it does."""
+        reasons = [NOT_RUN[begin] for begin in NOT_RUN if self.line.startswith(begin)]
+        return reasons[0] if reasons else None
+
+    @property
+    def has_tasks(self):
+        return "tasks " in self.line
+
+    @property
+    def num_ranks(self):
+        numbers = re.findall(r"(?:--num_gpus|--nproc_per_node|\"tp\":) (\d)", self.line)
+        return int(numbers[0]) if numbers else 1
+
+    @property
+    def folder(self):
+        """Commands of a page follow one another, those of a head are choices."""
+        name = re.sub(r"\W+", "_", self.page)
+        return name if self.page.endswith(".md") else f"{name}_{COMMANDS.index(self)}"
+
+    def words(self, address="http://host:8000"):
+        """Return its words, with what stands here in place of what is elsewhere, and short."""
+        line = re.sub(r"http://[\w-]+:8000", address, self.line)
+        for there, here in REPLACED.items():
+            line = line.replace(there, here)
+        words = shlex.split(line)
+        if self.page in FRESH and words[0] == "python":
+            words[0] = sys.executable
+        if self.has_tasks:
+            words.append("--eval_task_limit=1" if "distill.py" in words else "--limit=1")
+        if "distill.py" in words:
+            words += self.shortened(words)
+        return words
+
+    def shortened(self, words):
+        flags = SHORT | {name: value for name, value in SHORTER.items()
+                         if f"--{name}" in words or "--config" in words}
+        if self == FIRST:
+            flags["steps"] = FIRST_STEPS
+        if "--config" not in words and "--output_dir" not in words:
+            flags["output_dir"] = "runs/one"
+        return [f"--{name}={value}" for name, value in flags.items()]
+
+
+def block_lines(text):
+    """Return the lines of indented blocks and of fenced ones of a shell, continued lines joined."""
+    blocks = re.findall(r"(?:^    .*\n)+", text, re.M)
+    blocks += re.findall(r"^```(?:bash|console|sh|shell)\n(.*?)^```", text, re.M | re.S)
+    joined = "".join(blocks).replace("\\\n", " ")
+    return [" ".join(line.split()) for line in joined.splitlines()]
+
+
+def inline_lines(text):
+    """Return what stands between backticks in the prose, but for the mere name of a program."""
+    prose = re.sub(r"^```.*?^```|^    [^\n]*$", "", text, flags=re.M | re.S)
+    lines = [" ".join(span.split()) for span in re.findall(r"`([^`]+)`", prose)]
+    name = r"(?:python -m|deepspeed --module)(?: \S+)?"
+    return [line for line in lines if not re.fullmatch(name, line)]
+
+
+def documented():
+    """Return the Commands of all pages and of the heads of modules."""
+    found = []
+    for page in PAGES:
+        text = page.read_text()
+        found += [(page, line) for line in block_lines(text) + inline_lines(text)]
+    for module in MODULES:
+        head = ast.get_docstring(ast.parse(module.read_text()), clean=False) or ""
+        for line in block_lines(head + "\n"):  # what may be left out stands in brackets
+            found.append((module, re.sub(r" \[([^]]*)\]", r" \1", line)))
+    commands = []
+    for path, line in found:
+        line = re.sub(r"\s+#.*", "", line)
+        if re.match(PROGRAM, line):
+            commands.append(Command(str(path.relative_to(ROOT)), line))
+    return commands
+
+
+COMMANDS = documented()
+[FIRST] = [command for command in COMMANDS if "--export runs/smol" in command.line]
+
+
+# --- an empty folder ------------------------------------------------------------------------------
+
+
+def lay_out(folder, tiny, commands):
+    """Make a checkout in which nothing has been made, with the inputs that commands name."""
+    made = {path.name: path for path in ROOT.iterdir()
+            if not path.name.startswith(".") and path.name not in ("runs", "site")}
+    made["RECIPE"] = ROOT / "recipes" / "qwen3_8b_to_smollm2_1.7b.yaml"
+    for file, names in INPUTS.items():
+        made |= dict.fromkeys(names.split(), tiny / file)
+    for name in re.findall(r"--output(?:_dir)? (\S+)", "\n".join(line for _, line in commands)):
+        made.pop(name, None)
+    for name, target in made.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).symlink_to(target)
+    (folder / "YOUR_FOLDER").mkdir()
+    return folder
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory):
+    """Folder of tiny models and rows of all columns that commands name."""
+    tiny = tmp_path_factory.mktemp("tiny")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(prepare.SHAPE, "max_position_embeddings", 2048)
+        patch.setitem(prepare.SHAPE, "num_key_value_heads", 4)  # --teacher_tp 4
+        prepare.main(tiny)
+    rows = []
+    for number, line in enumerate((tiny / "chats.jsonl").read_text().splitlines()):
+        row = json.loads(line)
+        source = "metamathqa-50k" if number % 2 else "everyday-conversations"
+        rows.append({"messages": row["messages"], "solution": row["hint"], "source": source})
+    prepare.write_rows(tiny / "chats.jsonl", rows)
+    texts = (tiny / "texts.jsonl").read_text().splitlines(keepends=True)[:NUM_TEXTS]
+    (tiny / "texts.jsonl").write_text("".join(texts))
+    (tiny / "prose.txt").write_text("\n".join(json.loads(text)["text"] for text in texts))
+    build.main(build.Args(student=str(tiny / "student"), teacher=str(tiny / "teacher"),
+                          output=str(tiny / "projection.pt")))
+    return tiny
+
+
+# --- running --------------------------------------------------------------------------------------
+
+
+def run_words(words):
+    """Run a command on this rank; return its exit code."""
+    if words[0] in ("cp", sys.executable):
+        alone = {name: value for name, value in os.environ.items() if name not in OF_RANKS}
+        done = subprocess.run(words, env=alone, capture_output=True, text=True)
+        print(done.stdout, done.stderr)
+        return done.returncode
+    rank = [f"--local_rank={os.environ['LOCAL_RANK']}"] if words[0] == "deepspeed" else []
+    module = {"-m", "--module"} & set(words)
+    try:
+        if "distill.py" in words:
+            distill.cli([*words[words.index("distill.py") + 1 :], *rank])
+        elif module:
+            sys.argv = [*words[words.index(module.pop()) + 1 :], *rank]
+            runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
+        else:
+            sys.argv = words[1:]
+            runpy.run_path(sys.argv[0], run_name="__main__")
+    except SystemExit as end:
+        return end.code or 0
+    except BaseException:
+        traceback.print_exc()
+        return 1
+    return 0
+
+
+def run_jobs(jobs):
+    """Run [(folder, words)] on this rank; return [(exit code, the end of what is printed)]."""
+    dist.destroy_process_group = lambda: None  # the next command goes on with it
+    ended = []
+    for folder, words in jobs:
+        os.chdir(folder)
+        printed = io.StringIO()
+        with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(printed):
+            code = run_words(words)
+        ended.append((code, printed.getvalue()[-3000:]))
+    return ended
+
+
+def check_what_is_made(folder, words):
+    """See that a command made what its flags name, and that a job took its steps."""
+    flags = {name[2:]: value for name, value in pairwise(words) if name.startswith("--")}
+    flags |= dict(word[2:].split("=", 1) for word in words if re.match(r"--\w+=", word))
+    if "distill.py" in words:
+        if "config" in flags:
+            flags = yaml.safe_load((folder / flags["config"]).read_text()) | flags
+        lines = [line for line in losses_of(folder / flags["output_dir"]) if "loss" in line]
+        assert [line["step"] for line in lines] == list(range(1, int(flags["steps"]) + 1)), words
+        assert all(0 < line["loss"] < 99 for line in lines), words
+        if "on_policy" in flags:
+            assert sum(line["rollout/tokens"] for line in lines) > 0, words
+    for name in ("output", "export", "png"):
+        if name in flags:
+            assert (folder / flags[name]).exists(), (words, name)
+    if "export" in flags:
+        assert list((folder / flags["export"]).glob("*.safetensors")), words
+
+
+@pytest.fixture(scope="module")
+def first_run(tiny, tmp_path_factory):
+    """Directory of the run of the first command of the README, under the launcher."""
+    folder = lay_out(tmp_path_factory.mktemp("first"), tiny, [FIRST])
+    words = FIRST.words()
+    program = Path(sys.executable).with_name("deepspeed")
+    port = f"--master_port={ranks.free_port()}"
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    done = subprocess.run([program, port, *words[1:]], cwd=folder, env=environment, text=True,
+                          capture_output=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    check_what_is_made(folder, words)
+    (tiny / "run").symlink_to(folder / "runs" / "smol")
+
+
+def run_and_check(commands, tiny, folder):
+    """Run commands, those of equally many ranks in one group of them."""
+    pages = {}
+    for command in COMMANDS:
+        pages.setdefault(command.folder, []).append(command)
+    for name in {command.folder for command in commands}:
+        (folder / name).mkdir()
+        lay_out(folder / name, tiny, pages[name])
+    server = StandIn(tiny / "teacher", context=4096)
+    with server.running():
+        for num_ranks in sorted({command.num_ranks for command in commands}):
+            jobs = [(folder / command.folder, command.words(server.url)) for command in commands
+                    if command.num_ranks == num_ranks]
+            # DeepSpeed keeps the layout of a pipeline for all later engines of a process
+            jobs.sort(key=lambda job: "--pipeline_parallel" in job[1])
+            failed = []
+            for ended in ranks.run(num_ranks, run_jobs, jobs):
+                for (_, words), (code, printed) in zip(jobs, ended, strict=True):
+                    if code != 0:
+                        failed.append(f"{shlex.join(words)}: {code}, {printed}")
+            assert not failed, "\n".join(failed)
+            for place, words in jobs:
+                check_what_is_made(place, words)
+
+
+def test_every_command_is_understood(monkeypatch):
+    """Those that do not run, too: their flags and targets exist.  No reason is left over."""
+    for begin in (*NOT_RUN, *REPLACED):
+        assert any(begin in line for _, line in COMMANDS), begin
+    makefile = (ROOT / "Makefile").read_text()
+    for command in COMMANDS:
+        words = command.words()
+        if "distill.py" in words:
+            parse_flags(Config, words[words.index("distill.py") + 1 :], file_flag="config")
+        elif "make" in words:
+            assert f"\n{words[-1]}:" in makefile, command
+        assert command.reason or words[0] in ("deepspeed", "torchrun", "cp", "python",
+                                              sys.executable), command
+
+
+@pytest.mark.slow
+def test_commands_run_as_they_stand(tiny, first_run, tmp_path):
+    run_and_check([command for command in COMMANDS
+                   if not (command.reason or command.has_tasks or command == FIRST)],
+                  tiny, tmp_path)
+
+
+@needs_lm_eval
+@pytest.mark.slow
+@pytest.mark.skipif(not shutil.which("bwrap"), reason="needs bubblewrap")
+def test_commands_of_tasks_run_as_they_stand(tiny, tmp_path):
+    copy_lambada(tiny / "eval", 12)  # of which some are examples
+    copy_gsm8k(tiny / "eval", 2)
+    copy_mmlu(tiny / "eval", 2)
+    name = "HumanEvalPlus-Mini.jsonl.gz"
+    (tiny / "eval" / name).symlink_to(asset("eval", name))
+    run_and_check([command for command in COMMANDS if command.has_tasks and not command.reason],
+                  tiny, tmp_path)
