@@ -42,6 +42,8 @@ MODULES = [path for place in ("*.py", "isogloss/**/*.py", "projection_tools/*.py
                               "recipes/tiny/*.py") for path in sorted(ROOT.glob(place))]
 PROGRAM = (r"(?:\w+=\"[^\"]*\" )?"
            r"(?:deepspeed|python|torchrun|isogloss[-\w]*|make|pip|cp|vllm|sbatch|hf|apt) ")
+# What the other indented blocks begin with.
+NO_COMMANDS = "@software", "data:", "loss = ", "rho_t = ", "--rollout_command "
 # What a rank of the tests has in its environment, and a program that a user starts has not.
 OF_RANKS = "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_SIZE", "MASTER_ADDR", "MASTER_PORT"
 # Pages whose programs run in processes of their own; the others share those of warm ranks.
@@ -333,8 +335,12 @@ def run_and_check(commands, tiny, folder):
                 check_what_is_made(place, words)
 
 
-def test_every_command_is_understood(monkeypatch):
+def test_every_command_is_understood():
     """Those that do not run, too: their flags and targets exist.  No reason is left over."""
+    for page in PAGES:
+        prose = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.M | re.S)
+        for line in re.findall(r"\n\n    (.*)", prose):
+            assert re.match(PROGRAM, line) or line.startswith(NO_COMMANDS), (page, line)
     for begin in (*NOT_RUN, *REPLACED):
         assert any(begin in line for _, line in COMMANDS), begin
     makefile = (ROOT / "Makefile").read_text()
