@@ -41,7 +41,8 @@ PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), ROOT / "reci
 MODULES = [path for place in ("*.py", "isogloss/**/*.py", "projection_tools/*.py",
                               "recipes/tiny/*.py") for path in sorted(ROOT.glob(place))]
 PROGRAM = (r"(?:\w+=\"[^\"]*\" )?"
-           r"(?:deepspeed|python|torchrun|isogloss[-\w]*|make|pip|cp|vllm|sbatch|hf|apt) ")
+           r"(?:deepspeed|python|torchrun|isogloss[-\w]*|make|pip|cp|vllm|transformers|sbatch|hf|"
+           r"apt) ")
 # What the other indented blocks begin with.
 NO_COMMANDS = "@software", "data:", "loss = ", "rho_t = ", "--rollout_command "
 # What a rank of the tests has in its environment, and a program that a user starts has not.
@@ -58,6 +59,7 @@ NOT_RUN = {
     "hf download": "asks the hub; hub_copies.py makes what it makes",
     "isogloss": "needs an installation; test_install.py",
     "vllm serve": "needs vLLM; test_vllm.py",
+    "transformers serve": "needs transformers[serving], as vLLM does; test_vllm.py",
     "deepspeed distill.py ... --rollout_command": "needs vLLM; test_vllm.py",
     "deepspeed distill.py ... --writer vllm": "needs vLLM; test_vllm.py",
     "deepspeed --hostfile": "needs several nodes; test_two_nodes.py",

@@ -44,9 +44,12 @@ def asked(city):
     return {"role": "user", "content": f"What is the weather in {city}?"}
 
 
-def test_an_adapter_learns_to_think_to_call_and_to_stop(smollm2, tmp_path):
-    """With itself as the teacher there is nothing to learn of it at the first step."""
-    model = shutil.copytree(smollm2, tmp_path / "model", copy_function=os.symlink)
+def lesson(smollm2, folder):
+    """Return the command line of a job that teaches an adapter to think and to call a tool.
+
+    Its student is `folder/model`, with the template above.
+    """
+    model = shutil.copytree(smollm2, folder / "model", copy_function=os.symlink)
     (model / "chat_template.jinja").unlink(missing_ok=True)
     (model / "chat_template.jinja").write_text(TEMPLATE)
     chats = []
@@ -56,14 +59,18 @@ def test_an_adapter_learns_to_think_to_call_and_to_stop(smollm2, tmp_path):
         chats.append([asked(city), {
             "role": "assistant", "content": None, "tool_calls": [call],
             "reasoning_content": f"The user asks for the weather in {city}. I call a tool."}])
-    data = tmp_path / "chats.jsonl"
+    data = folder / "chats.jsonl"
     data.write_text("".join(json.dumps({"text": chat, "tools": TOOLS}) + "\n" for chat in chats))
+    config = ds_config(folder / "ds.json", 1, 2, 1, bf16={"enabled": True})
+    return [f"--student={model}", f"--teacher={model}", f"--data={data}", "--max_length=200",
+            f"--ds_config={config}", "--num_workers=0", "--teacher_dtype=bfloat16",
+            "--steps=16", "--lora_r=16", "--kd_weight=0.02", f"--output_dir={folder / 'run'}"]
+
+
+def test_an_adapter_learns_to_think_to_call_and_to_stop(smollm2, tmp_path):
+    """With itself as the teacher there is nothing to learn of it at the first step."""
     export = tmp_path / "student"
-    config = ds_config(tmp_path / "ds.json", 1, 2, 1, bf16={"enabled": True})
-    command = [f"--student={model}", f"--teacher={model}", f"--data={data}", "--max_length=200",
-               f"--ds_config={config}", "--num_workers=0", "--teacher_dtype=bfloat16",
-               "--steps=16", "--lora_r=16", "--kd_weight=0.02", "--merge", f"--export={export}",
-               f"--output_dir={tmp_path / 'run'}"]
+    command = [*lesson(smollm2, tmp_path), "--merge", f"--export={export}"]
     assert ranks.run(1, run_distill, [command]) == [[0]]
     first, *_, last = losses_of(tmp_path / "run")
     assert abs(first["kd"]) < 1e-3

@@ -1,5 +1,7 @@
 """vLLM itself writes for a student, on a CPU: its weights arrive, and both say the same of a text.
 
+vLLM and `transformers serve` serve what a job has exported.
+
 vLLM has an environment of its own, which `make test-vllm` makes (4 GB); elsewhere:
 
     ISOGLOSS_VLLM=/env/bin/python pytest tests/test_vllm.py
@@ -18,6 +20,7 @@ import pytest
 from jobs import ds_config, losses_of, run_all, write_corpus
 from ranks import free_port
 from test_on_policy import records_of, written_by
+from test_real_model import HELD_OUT, TOOLS, asked, lesson
 
 PYTHON = os.environ.get("ISOGLOSS_VLLM")
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(
@@ -36,11 +39,10 @@ QUESTIONS = ["What is the capital of France?", "Name a color.", "Count to three.
 
 
 @contextlib.contextmanager
-def served(model, log):
-    """Let vLLM serve a model; yield its address."""
+def listening(program, log, *words):
+    """Let a server of vLLM's environment run; yield its address."""
     port = free_port()
-    command = [PYTHON.removesuffix("python") + "vllm", "serve", model, "--dtype=float32",
-               "--enforce-eager", "--max-model-len=512", "--max-logprobs=64", f"--port={port}"]
+    command = [PYTHON.removesuffix("python") + program, "serve", *words, f"--port={port}"]
     environment = dict(os.environ, VLLM_CPU_KVCACHE_SPACE="1", VLLM_LOGGING_LEVEL="WARNING")
     with open(log, "w") as lines, subprocess.Popen(
             command, stdout=lines, stderr=lines, env=environment) as process:
@@ -54,6 +56,33 @@ def served(model, log):
             yield f"http://127.0.0.1:{port}"
         finally:
             process.terminate()
+
+
+def served(model, log, *words):
+    """Let vLLM serve a model; see `listening`."""
+    return listening("vllm", log, model, "--dtype=float32", "--enforce-eager",
+                     "--max-model-len=512", "--max-logprobs=64", *words)
+
+
+def answer(address, model, question):
+    """Return (message, finish_reason) of a chat with a tool, by OpenAI's API."""
+    body = {"model": str(model), "messages": [question], "tools": TOOLS, "max_tokens": 90,
+            "temperature": 0}
+    request = urllib.request.Request(f"{address}/v1/chat/completions", json.dumps(body).encode(),
+                                     {"Content-Type": "application/json"})
+    with urllib.request.urlopen(request, timeout=600) as reply:
+        [choice] = json.load(reply)["choices"]
+    return choice["message"], choice["finish_reason"]
+
+
+@pytest.fixture(scope="module")
+def taught(smollm2, tmp_path_factory):
+    """Directory of a chat model that has learned to call a tool: its adapter, and the whole."""
+    folder = tmp_path_factory.mktemp("taught")
+    command = lesson(smollm2, folder)
+    run_all(1, [*command, f"--export={folder / 'adapter'}"],
+            [*command, "--merge", f"--export={folder / 'whole'}"])
+    return folder
 
 
 def write_student(folder, tokenizer, is_tied):
@@ -117,3 +146,33 @@ def test_a_real_student_and_its_judge_are_served(smollm2, tmp_path):
     records = records_of(output).values()
     assert any("Paris" in record["text"] for record in records)
     assert any(record["ended"] for record in records)
+
+
+@pytest.mark.parametrize("name", ["whole", "adapter", "transformers"])
+def test_an_export_thinks_calls_a_tool_and_stops_on_a_server(name, taught, tmp_path):
+    """vLLM reads the call out of the text; transformers returns it as it was written."""
+    folder = taught / ("adapter" if name == "adapter" else "whole")
+    log = tmp_path / "server.log"
+    calls = "--enable-auto-tool-choice", "--tool-call-parser=hermes"
+    if name == "transformers":
+        server = listening("transformers", log, folder, "--device=cpu")
+    elif name == "adapter":
+        server = served(taught / "model", log, *calls, "--enable-lora", "--max-lora-rank=16",
+                        f"--lora-modules={folder}={folder}")
+    else:
+        server = served(folder, log, *calls)
+    num_right = 0
+    with server as address:
+        for city in HELD_OUT:
+            message, reason = answer(address, folder, asked(city))
+            if name == "transformers":
+                assert reason == "stop"
+                thought, call = message["content"].split("<tool_call>")
+                call = json.loads(call.removesuffix("</tool_call>"))
+            else:
+                assert reason == "tool_calls"
+                thought, [call] = message["content"], message["tool_calls"]
+                call = dict(call["function"], arguments=json.loads(call["function"]["arguments"]))
+            assert thought.startswith("<think>\n") and call["name"] == "get_weather"
+            num_right += call["arguments"] == {"city": city}
+    assert num_right >= 3
