@@ -80,7 +80,7 @@ REPLACED = {
     "--push_to_hub me/student": "",  # which asks the hub
     "--step 1500": "--step 3",  # of four, where the first command takes 2,000 steps
     "--step 400": "--step 3",
-    "--teacher_tokenizer T --data": "--teacher_tokenizer T --top_k 16 --data",
+    "tokenizer T --data": "tokenizer T --top_k 16 --data",  # a server is slow
     "201,hello": "#201,#20",  # which a tiny vocabulary lacks
     "--data DIR": "--data eval",
     "--tasks gsm8k": "--tasks gsm8k --data eval",  # which asks the hub
