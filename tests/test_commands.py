@@ -5,7 +5,6 @@ places of hub ids, files and addresses, and flags behind a command make it short
 command adds nothing here, unless it names another input, or cannot run: NOT_RUN says why.
 """
 
-import ast
 import contextlib
 import io
 import json
@@ -19,7 +18,6 @@ import sys
 import traceback
 from itertools import pairwise
 from pathlib import Path
-from typing import NamedTuple
 
 import pytest
 import torch.distributed as dist
@@ -27,6 +25,7 @@ import yaml
 
 import ranks
 from conftest import ROOT, asset
+from documented import COMMANDS, PAGES, PROGRAM
 from hub_copies import copy_gsm8k, copy_lambada, copy_mmlu, needs_lm_eval
 from isogloss import distill
 from isogloss.config import Config
@@ -36,13 +35,6 @@ from jobs import losses_of
 from recipes.tiny import prepare
 from text_servers import StandIn
 
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), ROOT / "recipes/README.md",
-         ROOT / "ds_configs/README.md", ROOT / "CONTRIBUTING.md"]
-MODULES = [path for place in ("*.py", "isogloss/**/*.py", "projection_tools/*.py",
-                              "recipes/tiny/*.py") for path in sorted(ROOT.glob(place))]
-PROGRAM = (r"(?:\w+=\"[^\"]*\" )?"
-           r"(?:deepspeed|python|torchrun|isogloss[-\w]*|make|pip|cp|vllm|transformers|sbatch|hf|"
-           r"apt) ")
 # What the other indented blocks begin with.
 NO_COMMANDS = "@software", "data:", "loss = ", "rho_t = ", "--rollout_command "
 # What a rank of the tests has in its environment, and a program that a user starts has not.
@@ -65,9 +57,8 @@ NOT_RUN = {
     "deepspeed --hostfile": "needs several nodes; test_two_nodes.py",
     "sbatch": "needs several nodes; test_two_nodes.py",
 }
-# Flags behind a command, over whose values they win; those of the first, where it has them.
+# Flags that are given once more, where the last one counts, to commands that have them.
 SHORTER = {"eval_rows": 4, "eval_every": 2, "save_every": 1, "rollout_tokens": 8}
-SHORT = {"steps": 2, "max_length": 120, "num_workers": 0}
 NUM_TEXTS = 40
 FIRST_STEPS = 4  # for 2,000 of the first command, which saves four times
 # {what stands in a command: what stands there here}
@@ -105,94 +96,60 @@ INPUTS = {
 }
 
 
-# --- what is documented ---------------------------------------------------------------------------
-
-
-class Command(NamedTuple):
-    page: str
-    line: str
-
-    @property
-    def reason(self):
-        """Why it does not run here; None where it does."""
-        reasons = [NOT_RUN[begin] for begin in NOT_RUN if self.line.startswith(begin)]
-        return reasons[0] if reasons else None
-
-    @property
-    def has_tasks(self):
-        return "tasks " in self.line
-
-    @property
-    def num_ranks(self):
-        numbers = re.findall(r"(?:--num_gpus|--nproc_per_node|\"tp\":) (\d)", self.line)
-        return int(numbers[0]) if numbers else 1
-
-    @property
-    def folder(self):
-        """Commands of a page follow one another, those of a head are choices."""
-        name = re.sub(r"\W+", "_", self.page)
-        return name if self.page.endswith(".md") else f"{name}_{COMMANDS.index(self)}"
-
-    def words(self, address="http://host:8000"):
-        """Return its words, with what stands here in place of what is elsewhere, and short."""
-        line = re.sub(r"http://[\w-]+:8000", address, self.line)
-        for there, here in REPLACED.items():
-            line = line.replace(there, here)
-        words = shlex.split(line)
-        if self.page in FRESH and words[0] == "python":
-            words[0] = sys.executable
-        if self.has_tasks:
-            words.append("--eval_task_limit=1" if "distill.py" in words else "--limit=1")
-        if "distill.py" in words:
-            words += self.shortened(words)
-        return words
-
-    def shortened(self, words):
-        flags = SHORT | {name: value for name, value in SHORTER.items()
-                         if f"--{name}" in words or "--config" in words}
-        if self == FIRST:
-            flags["steps"] = FIRST_STEPS
-        if "--config" not in words and "--output_dir" not in words:
-            flags["output_dir"] = "runs/one"
-        return [f"--{name}={value}" for name, value in flags.items()]
-
-
-def block_lines(text):
-    """Return the lines of indented blocks and of fenced ones of a shell, continued lines joined."""
-    blocks = re.findall(r"(?:^    .*\n)+", text, re.M)
-    blocks += re.findall(r"^```(?:bash|console|sh|shell)\n(.*?)^```", text, re.M | re.S)
-    joined = "".join(blocks).replace("\\\n", " ")
-    return [" ".join(line.split()) for line in joined.splitlines()]
-
-
-def inline_lines(text):
-    """Return what stands between backticks in the prose, but for the mere name of a program."""
-    prose = re.sub(r"^```.*?^```|^    [^\n]*$", "", text, flags=re.M | re.S)
-    lines = [" ".join(span.split()) for span in re.findall(r"`([^`]+)`", prose)]
-    name = r"(?:python -m|deepspeed --module)(?: \S+)?"
-    return [line for line in lines if not re.fullmatch(name, line)]
-
-
-def documented():
-    """Return the Commands of all pages and of the heads of modules."""
-    found = []
-    for page in PAGES:
-        text = page.read_text()
-        found += [(page, line) for line in block_lines(text) + inline_lines(text)]
-    for module in MODULES:
-        head = ast.get_docstring(ast.parse(module.read_text()), clean=False) or ""
-        for line in block_lines(head + "\n"):  # what may be left out stands in brackets
-            found.append((module, re.sub(r" \[([^]]*)\]", r" \1", line)))
-    commands = []
-    for path, line in found:
-        line = re.sub(r"\s+#.*", "", line)
-        if re.match(PROGRAM, line):
-            commands.append(Command(str(path.relative_to(ROOT)), line))
-    return commands
-
-
-COMMANDS = documented()
 [FIRST] = [command for command in COMMANDS if "--export runs/smol" in command.line]
+
+
+# --- a command as it runs here --------------------------------------------------------------------
+
+
+def reason_of(command):
+    """Return why a command does not run here; None where it does."""
+    for begin, reason in NOT_RUN.items():
+        if command.line.startswith(begin):
+            return reason
+    return None
+
+
+def has_tasks(command):
+    return "tasks " in command.line
+
+
+def ranks_of(command):
+    number = re.search(r"(?:--num_gpus|--nproc_per_node|\"tp\":) (\d)", command.line)
+    return int(number[1]) if number else 1
+
+
+def folder_of(command):
+    """Return the name of its folder: commands of a page follow one another, of a head are choices.
+    """
+    name = re.sub(r"\W+", "_", command.page)
+    return name if command.page.endswith(".md") else f"{name}_{COMMANDS.index(command)}"
+
+
+def words_of(command, address="http://host:8000"):
+    """Return its words, with what stands here in place of what is elsewhere, and short."""
+    line = re.sub(r"http://[\w-]+:8000", address, command.line)
+    for there, here in REPLACED.items():
+        line = line.replace(there, here)
+    words = shlex.split(line)
+    if command.page in FRESH and words[0] == "python":
+        words[0] = sys.executable
+    if has_tasks(command):
+        words.append("--eval_task_limit=1" if "distill.py" in words else "--limit=1")
+    if "distill.py" in words:
+        words += short_flags(words, FIRST_STEPS if command == FIRST else 2)
+    return words
+
+
+def short_flags(words, steps):
+    """Return further words of a job that make it short."""
+    more = [f"--steps={steps}", "--max_length=120", "--num_workers=0"]
+    for name, value in SHORTER.items():
+        if f"--{name}" in words or "--config" in words:
+            more.append(f"--{name}={value}")
+    if "--config" not in words and "--output_dir" not in words:
+        more.append("--output_dir=runs/one")
+    return more
 
 
 # --- an empty folder ------------------------------------------------------------------------------
@@ -200,13 +157,16 @@ COMMANDS = documented()
 
 def lay_out(folder, tiny, commands):
     """Make a checkout in which nothing has been made, with the inputs that commands name."""
-    made = {path.name: path for path in ROOT.iterdir()
-            if not path.name.startswith(".") and path.name not in ("runs", "site")}
+    made = {}
+    for path in ROOT.iterdir():
+        if not path.name.startswith(".") and path.name not in ("runs", "site"):
+            made[path.name] = path
     made["RECIPE"] = ROOT / "recipes" / "qwen3_8b_to_smollm2_1.7b.yaml"
     for file, names in INPUTS.items():
         made |= dict.fromkeys(names.split(), tiny / file)
-    for name in re.findall(r"--output(?:_dir)? (\S+)", "\n".join(line for _, line in commands)):
-        made.pop(name, None)
+    for command in commands:
+        for name in re.findall(r"--output(?:_dir)? (\S+)", command.line):
+            made.pop(name, None)
     for name, target in made.items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).symlink_to(target)
@@ -242,8 +202,8 @@ def tiny(tmp_path_factory):
 def run_words(words):
     """Run a command on this rank; return its exit code."""
     if words[0] in ("cp", sys.executable):
-        alone = {name: value for name, value in os.environ.items() if name not in OF_RANKS}
-        done = subprocess.run(words, env=alone, capture_output=True, text=True)
+        alone = ["env", *[f"--unset={name}" for name in OF_RANKS]]
+        done = subprocess.run([*alone, *words], capture_output=True, text=True)
         print(done.stdout, done.stderr)
         return done.returncode
     rank = [f"--local_rank={os.environ['LOCAL_RANK']}"] if words[0] == "deepspeed" else []
@@ -280,8 +240,10 @@ def run_jobs(jobs):
 
 def check_what_is_made(folder, words):
     """See that a command made what its flags name, and that a job took its steps."""
-    flags = {name[2:]: value for name, value in pairwise(words) if name.startswith("--")}
-    flags |= dict(word[2:].split("=", 1) for word in words if re.match(r"--\w+=", word))
+    flags = {}
+    for word, next_word in pairwise([*words, ""]):
+        name, _, value = word.partition("=")
+        flags[name.removeprefix("--")] = value or next_word
     if "distill.py" in words:
         if "config" in flags:
             flags = yaml.safe_load((folder / flags["config"]).read_text()) | flags
@@ -301,12 +263,11 @@ def check_what_is_made(folder, words):
 def first_run(tiny, tmp_path_factory):
     """Directory of the run of the first command of the README, under the launcher."""
     folder = lay_out(tmp_path_factory.mktemp("first"), tiny, [FIRST])
-    words = FIRST.words()
+    words = words_of(FIRST)
     program = Path(sys.executable).with_name("deepspeed")
     port = f"--master_port={ranks.free_port()}"
-    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    done = subprocess.run([program, port, *words[1:]], cwd=folder, env=environment, text=True,
-                          capture_output=True)
+    done = subprocess.run(["env", "--unset=PYTHONPATH", program, port, *words[1:]], cwd=folder,
+                          text=True, capture_output=True)
     assert done.returncode == 0, done.stdout + done.stderr
     check_what_is_made(folder, words)
     (tiny / "run").symlink_to(folder / "runs" / "smol")
@@ -314,17 +275,16 @@ def first_run(tiny, tmp_path_factory):
 
 def run_and_check(commands, tiny, folder):
     """Run commands, those of equally many ranks in one group of them."""
-    pages = {}
-    for command in COMMANDS:
-        pages.setdefault(command.folder, []).append(command)
-    for name in {command.folder for command in commands}:
+    for name in {folder_of(command) for command in commands}:
         (folder / name).mkdir()
-        lay_out(folder / name, tiny, pages[name])
+        lay_out(folder / name, tiny, [other for other in COMMANDS if folder_of(other) == name])
     server = StandIn(tiny / "teacher", context=4096)
     with server.running():
-        for num_ranks in sorted({command.num_ranks for command in commands}):
-            jobs = [(folder / command.folder, command.words(server.url)) for command in commands
-                    if command.num_ranks == num_ranks]
+        for num_ranks in sorted(set(map(ranks_of, commands))):
+            jobs = []
+            for command in commands:
+                if ranks_of(command) == num_ranks:
+                    jobs.append((folder / folder_of(command), words_of(command, server.url)))
             # DeepSpeed keeps the layout of a pipeline for all later engines of a process
             jobs.sort(key=lambda job: "--pipeline_parallel" in job[1])
             failed = []
@@ -347,20 +307,20 @@ def test_every_command_is_understood():
         assert any(begin in line for _, line in COMMANDS), begin
     makefile = (ROOT / "Makefile").read_text()
     for command in COMMANDS:
-        words = command.words()
+        words = words_of(command)
         if "distill.py" in words:
             parse_flags(Config, words[words.index("distill.py") + 1 :], file_flag="config")
         elif "make" in words:
             assert f"\n{words[-1]}:" in makefile, command
-        assert command.reason or words[0] in ("deepspeed", "torchrun", "cp", "python",
+        assert reason_of(command) or words[0] in ("deepspeed", "torchrun", "cp", "python",
                                               sys.executable), command
 
 
 @pytest.mark.slow
 def test_commands_run_as_they_stand(tiny, first_run, tmp_path):
-    run_and_check([command for command in COMMANDS
-                   if not (command.reason or command.has_tasks or command == FIRST)],
-                  tiny, tmp_path)
+    chosen = [command for command in COMMANDS
+              if not (reason_of(command) or has_tasks(command) or command == FIRST)]
+    run_and_check(chosen, tiny, tmp_path)
 
 
 @needs_lm_eval
@@ -372,5 +332,5 @@ def test_commands_of_tasks_run_as_they_stand(tiny, tmp_path):
     copy_mmlu(tiny / "eval", 2)
     name = "HumanEvalPlus-Mini.jsonl.gz"
     (tiny / "eval" / name).symlink_to(asset("eval", name))
-    run_and_check([command for command in COMMANDS if command.has_tasks and not command.reason],
-                  tiny, tmp_path)
+    chosen = [command for command in COMMANDS if has_tasks(command) and not reason_of(command)]
+    run_and_check(chosen, tiny, tmp_path)

@@ -2,6 +2,7 @@
 
 import ast
 import re
+import shlex
 import subprocess
 import sys
 
@@ -11,13 +12,13 @@ import torch.nn.functional as F
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from conftest import ROOT, asset
+from documented import COMMANDS
 from isogloss import cache, export, plot
 from isogloss.align import TokenTable
 from isogloss.config import Config
 from isogloss.data.batch import Collator, PairOptions
 from isogloss.data.sample import TextEncoder
 from isogloss.projection_tools import build, cells, show
-from test_commands import COMMANDS
 
 README = (ROOT / "README.md").read_text()
 DEMO = (ROOT / "docs" / "demo.md").read_text()
@@ -87,7 +88,7 @@ def test_flags_and_targets_that_the_text_names_exist():
 
 def test_the_alignment_that_the_quick_start_shows():
     shown = code_blocks("text")[0]
-    [command] = [command.words() for command in COMMANDS
+    [command] = [shlex.split(command.line) for command in COMMANDS
                  if command.page == "README.md" and "align.py --student" in command.line]
     flags = dict(zip(command[2::2], command[3::2]))
     flags["--student"] = str(asset("tokenizers", "gpt2"))
