@@ -45,7 +45,7 @@ from isogloss.job.rendezvous import TRAINING_TIMEOUT, set_timeout, values_of_ran
 from isogloss.job.watch import end_together, end_with_launchers, signal_handlers_restored
 from isogloss.models.pretrained import load_config
 from isogloss.projection_tools.tokenizers import reason_of
-from isogloss.teachers import cache_files
+from isogloss.teachers import cache_files, packed_rows
 from isogloss.teachers.cached import head_tensors, template_digest
 from isogloss.teachers.kept_tokens import byte_order, keep_tokens, uniform_numbers
 from isogloss.teachers.model import head_gives_own_logits, local_folder
@@ -98,7 +98,8 @@ class Args:
     seed: int = flag(
         0, "of the draws, which depend on it and the text alone.", low=0, high=2**32 - 2**16)
     logp_bits: int = flag(
-        16, "bits of each of their log-probabilities: 16 (steps of a thousandth nat) or 32.")
+        16, "bits of each of their log-probabilities: 16 (steps of a thousandth nat) or 32; 8: "
+        "about so many for a token in all, its id included, see docs/caches.md.")
     temperature: float = flag(
         1.0, "of the losses that will read the cache: the mass of all other tokens is kept at "
         "this temperature and at 1.")
@@ -118,8 +119,8 @@ class Args:
 
     def __post_init__(self):
         check_flags(self)
-        if self.logp_bits not in (16, 32):
-            raise ValueError(f"--logp_bits {self.logp_bits}: expected 16 or 32")
+        if self.logp_bits not in (8, 16, 32):
+            raise ValueError(f"--logp_bits {self.logp_bits}: expected 8, 16 or 32")
         if self.push_to_hub.count("/") != bool(self.push_to_hub):
             raise ValueError(f"--push_to_hub {self.push_to_hub}: expected OWNER/NAME")
         self._check_what_is_kept()
@@ -135,6 +136,10 @@ class Args:
             if self.hidden and value != getattr(Args, name):
                 raise ValueError(f"--hidden with --{name} {value}: hidden states say all of every "
                                  "token, at any temperature; leave out one of them")
+        if self.logp_bits == cache_files.PACKED_BITS and (self.sampled or self.temperature != 1):
+            what = "--sampled" if self.sampled else f"--temperature {self.temperature}"
+            raise ValueError(f"--logp_bits 8 with {what}: rounds the teacher's own probabilities, "
+                             "none that are drawn or softened; use 16")
         if self.seed and not self.sampled:
             raise ValueError(f"--seed {self.seed}: is of --sampled, which is not set; leave it out")
 
@@ -343,7 +348,9 @@ def plan(args, texts, encoder, config, dtype):
         temperature=1.0 if args.hidden else cfg.temperature, data=without_secrets(data),
         data_digest=surveyed.digest, holds_chats=texts.holds_chats, num_texts=num_texts,
         texts_per_shard=texts_per_shard, bytes_per_position=size, sampled=args.sampled,
-        seed=args.seed, date=args.chat_date, format=cache_files.FORMAT)
+        seed=args.seed, date=args.chat_date,
+        format=cache_files.PACKED if args.logp_bits == cache_files.PACKED_BITS
+        else cache_files.FORMAT)
     return manifest, positions
 
 
@@ -436,6 +443,7 @@ class ShardWriter:
         self.positions = 0
         self.order = None
         self.head = None
+        self.order_of_use = None  # of the tokens that are packed into a shard
         if manifest.output == "topk" and manifest.dtype != cache_files.SERVED:
             self.order = byte_order(texts.encoder.table).to(source.spec.device)
             self.head = source.head.columns(self.order.ids_W)
@@ -452,6 +460,7 @@ class ShardWriter:
         tokens = self.texts.tokens(examples) if examples else []
         lengths = [max(len(ids) - 1, 0) for ids in tokens]
         batches = batches_of(lengths, self.batch_tokens)
+        self.order_of_use = None
         num_passes = len(batches)
         if self.source.takes_all_ranks:
             num_passes = max(values_of_ranks(num_passes))
@@ -478,7 +487,17 @@ class ShardWriter:
         for name, tensor in columns.items():
             for of_text, piece in zip(of_texts, tensor.split(lengths)):
                 of_text[name] = piece
+        if "steps" in columns:
+            self._pack(of_texts, columns)
         return of_texts
+
+    def _pack(self, of_texts, columns):
+        if self.order_of_use is None:  # as in the first batch of the shard
+            self.order_of_use = packed_rows.order_of_use(
+                columns["ids"], columns["steps"], self.manifest.vocab)
+        for of_text in of_texts:
+            of_text["packed"] = packed_rows.pack(
+                of_text.pop("ids"), of_text.pop("steps"), self.order_of_use)
 
     def _run(self, arrays, keys, lengths):
         """Return the tensors of all positions of some texts, which a model reads side by side."""
@@ -516,7 +535,8 @@ class ShardWriter:
             drawn = torch.cat([block.num_drawn_N for block in blocks])
         scored = ScoredLogits.joined([block.scored for block in blocks])
         return cache_files.top_k_columns(
-            scored, self.manifest.vocab, self.manifest.logp_bits, plain, drawn)
+            scored, self.manifest.vocab, self.manifest.logp_bits, plain, drawn,
+            torch.cat([block.factor_NK for block in blocks]))
 
     def _save(self, number, keys, tokens, lengths, columns):
         starts = torch.tensor([0, *lengths]).cumsum(0)
@@ -527,6 +547,10 @@ class ShardWriter:
         present = [of_text for of_text in columns if of_text is not None]
         for name in present[0] if present else ():
             tensors[name] = torch.cat([of_text[name] for of_text in present])
+        if self.order_of_use is not None:
+            tensors["order"] = self.order_of_use
+            sizes = [0 if of_text is None else len(of_text["packed"]) for of_text in columns]
+            tensors["packed_starts"] = torch.tensor([0, *sizes]).cumsum(0)
         cache_files.write_tensors(self.folder / cache_files.shard_name(number), tensors)
 
 

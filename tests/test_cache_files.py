@@ -10,7 +10,7 @@ from safetensors.torch import save
 
 from isogloss.data.batch_types import text_key
 from isogloss.errors import DataError
-from isogloss.teachers import cache_files
+from isogloss.teachers import cache_files, packed_rows
 from isogloss.teachers.model import truncate
 
 
@@ -31,6 +31,40 @@ def test_log_probabilities_are_off_by_half_a_step_at_most():
     assert (back - logp.clamp(min=-63.9)).abs().max() <= 0.15  # the end of the scale
     finite = logp > -60
     assert (back - logp)[finite].abs().max() <= 1 / 2048 + 1e-6
+
+
+@pytest.mark.parametrize("vocab", [600, 151_646])
+def test_packed_rows_come_back_to_half_a_step(vocab):
+    """Steps are as fine as a token is relevant; rows may keep one token, or as many as there are."""
+    generator = torch.Generator().manual_seed(0)
+    logits = 4 * torch.randn(40, vocab, generator=generator)
+    logits[0, 7] += 100
+    logp, ids = logits.log_softmax(-1).topk(64)
+    factor = torch.rand(40, 64, generator=generator).mul(20).exp()
+    factor[:20] = 1
+    steps = packed_rows.steps_of(logp, factor)
+    order = packed_rows.order_of_use(ids, steps, vocab)
+    assert order.sort().values.tolist() == list(range(vocab))
+    packed = packed_rows.pack(ids, steps, order)
+    back_ids, back_logp = packed_rows.unpack(packed, order, 40, 70)
+    p = torch.zeros(40, vocab + 1).scatter_(1, back_ids.long() % (vocab + 1), back_logp.exp())
+    error = (p[:, :-1].gather(1, ids) - logp.exp()).abs()
+    assert (error <= 0.51 / packed_rows.STEPS / factor.clamp(max=2.0**30)).all()
+    assert (back_ids >= 0).sum() == (steps > 0).sum() and back_ids[0].tolist() == [7] + 69 * [-1]
+
+
+def test_what_is_not_packed_joins_the_rest():
+    """But for the text's own token, which is kept beside the others."""
+    scored, labels = scored_rows(40, 39)
+    columns = cache_files.top_k_columns(scored, 40, 8)
+    order = packed_rows.order_of_use(columns["ids"], columns["steps"], 40)
+    packed = packed_rows.pack(columns.pop("ids"), columns.pop("steps"), order)
+    columns["ids"], columns["logp"] = packed_rows.unpack(packed, order, 6, 39)
+    assert (columns["ids"] < 0).any()
+    back = cache_files.scored_logits(columns, labels, 40)
+    total = back.logits(torch.arange(6)).logsumexp(-1) - back.logits.total_T
+    assert total.abs().max() < 40 * 0.5 / packed_rows.STEPS
+    assert torch.equal(back.scores.logp_T, scored.scores.logp_T)
 
 
 def scored_rows(vocab, top_k, temperature=1.0):

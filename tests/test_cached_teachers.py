@@ -24,7 +24,7 @@ from isogloss.inputs import load_text_encoder
 from isogloss.job.files import scratch_of
 from isogloss.job.launch import start_distributed
 from isogloss.job.watch import end_together
-from isogloss.teachers import cache_files
+from isogloss.teachers import cache_files, packed_rows
 from isogloss.teachers.cached import CachedTeacher
 from isogloss.teachers.kept_tokens import byte_order, estimated, keep_tokens, uniform_numbers
 from isogloss.teachers.model import load_replicated
@@ -82,6 +82,7 @@ def caches(models, data, tmp_path_factory):
     folder = tmp_path_factory.mktemp("caches")
     kinds = {"hidden": ["--hidden"], "all": ["--top_k=600", "--logp_bits=32"], "20": ["--top_k=20"],
              "softened": ["--top_k=20", "--temperature=2"],
+             "packed": ["--top_k=20", "--logp_bits=8"],
              "drawn": ["--top_k=20", "--sampled", "--seed=3", "--logp_bits=32"]}
     commands = []
     for kind, flags in kinds.items():
@@ -91,7 +92,7 @@ def caches(models, data, tmp_path_factory):
 
 
 @pytest.mark.parametrize("flags, of_killed", [
-    ([], []), (["--sampled", "--temperature=2.0"], ["--streaming"])])
+    ([], []), (["--logp_bits=8"], []), (["--sampled", "--temperature=2.0"], ["--streaming"])])
 def test_a_killed_writer_goes_on_and_the_cache_is_the_same_bit_by_bit(
         models, data, flags, of_killed, tmp_path):
     """Also where the killed one reads a stream of the same data."""
@@ -230,6 +231,21 @@ class Reading:
                 rest = expected.exp().masked_fill(is_kept, 0).sum(-1)
                 torch.testing.assert_close(rows.softmax(-1)[:, -1], rest, rtol=2e-3, atol=2e-6)
 
+    def check_packed(self, samples, **options):
+        """Compare probabilities with those of the cache that rounds less, to half a step."""
+        batch = self.batch(samples, **options)
+        positions = (batch.labels.flatten() != -100).nonzero().squeeze(1)
+        packed, exact = (self.cached[kind].targets(batch) for kind in ("packed", "20"))
+        p, expected = packed(positions).softmax(-1), exact(positions).softmax(-1)
+        assert torch.equal(packed.scores.logp_T, exact.scores.logp_T)
+        is_token = p[:, :-1] > 0
+        assert is_token.sum() > 0.5 * (expected[:, :-1] > 0).sum()
+        # a row's sum is off, too, by what its tokens are
+        step = 1 / packed_rows.STEPS
+        assert (p - expected)[:, :-1].abs().max() < 0.5 * step + 1e-3 * expected.max()
+        left = expected[:, :-1].masked_fill(is_token, 0).sum(-1)
+        torch.testing.assert_close(p[:, -1], expected[:, -1] + left, atol=1e-3, rtol=1e-3)
+
     def check_tokens(self, samples):
         """See that a text of which a cache holds other tokens is refused, whichever is another."""
         batch = self.batch(samples)
@@ -280,10 +296,12 @@ def read_all(models, data, caches, samples):
         reading.check(samples, EXACT, **options)
     for options in ({}, {"pack": True}):
         reading.check_draws(samples, **options)
+        reading.check_packed(samples, **options)
     reading.check_tokens(samples)
     reading.student.max_length = 23  # another cut is a beginning of the same text
     reading.check(samples, EXACT)
     reading.check_draws(samples)
+    reading.check_packed(samples)
 
 
 def test_a_cache_says_what_the_teacher_says(models, data, texts, caches):
@@ -381,7 +399,10 @@ def test_a_writer_does_not_mix_caches(models, data, caches, tmp_path):
     unfit = {
         "--hidden --top_k=20": "--hidden with --top_k 20", "--hidden --sampled": "with --sampled",
         "--hidden --temperature=2.0": "with --temperature 2.0", "--seed=1": "is of --sampled",
-        "--sampled --seed=-1": "--seed -1", "--hidden --logp_bits=32": "with --logp_bits 32"}
+        "--sampled --seed=-1": "--seed -1", "--logp_bits=7": "expected 8, 16 or 32",
+        "--sampled --logp_bits=8": "8 with --sampled",
+        "--temperature=2.0 --logp_bits=8": "8 with --temperature 2.0",
+        "--hidden --logp_bits=32": "with --logp_bits 32"}
     of_server = {
         "--hidden": "--hidden with --teacher http://h: a server gives its most likely",
         "--temperature=2": "their mass at temperature 1",
@@ -404,17 +425,24 @@ def test_a_writer_does_not_mix_caches(models, data, caches, tmp_path):
 # --- the hub --------------------------------------------------------------------------------------
 
 
-def test_the_card_reads_a_cache_without_isogloss(caches, monkeypatch):
+@pytest.mark.parametrize("kind", ["20", "packed"])
+def test_the_card_reads_a_cache_without_isogloss(kind, caches, monkeypatch):
     """Its lines, as they stand there, give what the reader gives."""
-    reader = cache_files.CacheReader(caches["20"])
-    card = (caches["20"] / "README.md").read_text()
-    assert "# What teacher says of" in card and str(caches["20"].parent.parent) not in card
-    monkeypatch.chdir(caches["20"])
+    reader = cache_files.CacheReader(caches[kind])
+    card = (caches[kind] / "README.md").read_text()
+    assert "# What teacher says of" in card and str(caches[kind].parent.parent) not in card
+    monkeypatch.chdir(caches[kind])
     said = {}
     exec(re.search(r"^```python\n(.*?)^```", card, re.M | re.S)[1], said)
     first = next(place for place in range(len(reader.keys))
                  if reader.shard[place] == 0 and reader.text[place] == 0)
     columns = reader.columns(first, int(reader.size[first]))
+    if kind == "packed":
+        is_kept = columns["ids"] >= 0
+        assert torch.equal(torch.from_numpy(said["ids"]), columns["ids"][is_kept])
+        assert torch.equal(torch.from_numpy(said["position"]), is_kept.nonzero()[:, 0])
+        p = torch.from_numpy(said["p"]).float()
+        return torch.testing.assert_close(p, columns["logp"][is_kept].exp())
     ids = cache_files.unpack_ids(columns["low"], columns["high"])
     assert torch.equal(torch.from_numpy(said["ids"]), ids.long())
     logp = cache_files.unpack_logp(columns["logp"])

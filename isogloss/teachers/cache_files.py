@@ -30,16 +30,21 @@ from safetensors.torch import load_file, save
 from isogloss.errors import DataError
 from isogloss.job.files import scratch_of, size_and_checksum, sync, write_atomically
 from isogloss.projection_tools.tokenizers import reason_of
+from isogloss.teachers import packed_rows
 from isogloss.teachers.text_scores import ScoredLogits, TextScores
 from isogloss.tiles import TopKLogits
 
 FLAG = "teacher_cache"
 FORMAT = 2
-READABLE = 1, FORMAT  # of version 1 nothing was drawn, and the likeliest tokens are kept
+PACKED = 3  # format of caches whose kept tokens are packed, see packed_rows.py
+PACKED_BITS = 8  # by which --logp_bits asks for it
+PACKED_BYTES = 1.1  # of each of the tokens that are asked for, about
+READABLE = 1, FORMAT, PACKED  # in 1 nothing was drawn, and the likeliest tokens are kept
 MANIFEST = "manifest.json"
 INDEX = "index.safetensors"
 HEAD = "head.safetensors"
 TEACHER = "teacher"
+OF_TEXTS = "keys", "starts", "tokens", "order", "packed", "packed_starts"
 SERVED = "served"  # dtype of a teacher of which a server answered
 LOGP_STEPS = 1024  # a log-probability in 16 bits is a multiple of 1 / 1024 nat, from -64 to 0
 LOW_BITS = 16  # of an id are stored together, the others bit by bit
@@ -87,21 +92,31 @@ def unpack_logp(steps_NK):
 # --- what a shard holds ---------------------------------------------------------------------------
 
 
-def top_k_columns(scored, vocab, logp_bits, plain_rest_N=None, num_drawn_N=None):
-    """Return the tensors of a ScoredLogits.
+def top_k_columns(scored, vocab, logp_bits, plain_rest_N=None, num_drawn_N=None, factor_NK=None):
+    """Return the tensors of a ScoredLogits; of PACKED_BITS they are to be packed, text by text.
 
     The label, which the logits keep behind the other tokens, follows from the text.
 
     Args:
+        factor_NK: see `kept_tokens.KeptRows`; None: they are the most likely ones.
         plain_rest_N: log-probability of the rest at temperature 1, where that of the logits is at
             another one.
         num_drawn_N: see `kept_tokens.KeptRows`.
     """
     logits = scored.logits
     logp = logits.logp_TK[:, :-1].float().cpu()
-    columns = pack_ids(logits.ids_TK[:, :-1].cpu(), vocab)
-    columns["logp"] = pack_logp(logp) if logp_bits == 16 else logp.contiguous()
-    columns["rest"] = logits.rest_T.float().cpu()
+    ids = logits.ids_TK[:, :-1].cpu()
+    columns = {"rest": logits.rest_T.float().cpu()}
+    if logp_bits == PACKED_BITS:
+        factor_NK = torch.ones_like(logp) if factor_NK is None else factor_NK.cpu()
+        steps = packed_rows.steps_of(logp, factor_NK)
+        is_left = (steps == 0) & (ids != logits.ids_TK[:, -1:].cpu())
+        left = torch.where(is_left, logp, -torch.inf)
+        rest = torch.cat([left, columns["rest"][:, None]], 1).logsumexp(-1)
+        columns = {"ids": ids, "steps": steps, "rest": rest}
+    else:
+        columns |= pack_ids(ids, vocab)
+        columns["logp"] = pack_logp(logp) if logp_bits == 16 else logp.contiguous()
     columns["total"] = logits.total_T.float().cpu()
     columns["scores"] = scored.scores.packed().cpu().contiguous()
     if plain_rest_N is not None:
@@ -119,14 +134,17 @@ def scored_logits(columns, labels_N, vocab, plain=False):
         plain: the rest is wanted at temperature 1.
     """
     scores = TextScores.unpacked(columns["scores"])
-    ids_NK = unpack_ids(columns["low"], columns["high"])
     logp_NK = columns["logp"]
     if logp_NK.dtype == torch.uint16:
         logp_NK = unpack_logp(logp_NK)
+    label_N1 = labels_N[:, None].int()
+    if "ids" in columns:  # were packed; the label fills what is free
+        ids_NK = torch.where(columns["ids"] < 0, label_N1, columns["ids"])
+    else:
+        ids_NK = unpack_ids(columns["low"], columns["high"])
     # the label's own log-probability is exact, also where it is among the most likely tokens
-    is_label = ids_NK == labels_N[:, None]
-    logp_NK = torch.where(is_label, scores.logp_T[:, None], logp_NK)
-    ids_NK = torch.cat([ids_NK, labels_N[:, None].int()], 1)
+    logp_NK = torch.where(ids_NK == label_N1, scores.logp_T[:, None], logp_NK)
+    ids_NK = torch.cat([ids_NK, label_N1], 1)
     logp_NK = torch.cat([logp_NK, scores.logp_T[:, None]], 1)
     rest = columns["plain_rest"] if plain and "plain_rest" in columns else columns["rest"]
     return ScoredLogits(TopKLogits(ids_NK, logp_NK, vocab, rest, columns["total"]), scores)
@@ -142,8 +160,10 @@ def bytes_per_position(output, vocab, top_k=0, *, logp_bits=16, hidden_bytes=0, 
     """
     if output == "hidden":
         return 4 + hidden_bytes
-    num_high = max((vocab - 1).bit_length() - LOW_BITS, 0)
     kept = min(top_k, vocab)
+    if logp_bits == PACKED_BITS:
+        return 4 + round(PACKED_BYTES * kept) + 4 * 2 + 16
+    num_high = max((vocab - 1).bit_length() - LOW_BITS, 0)
     of_ids = 2 * kept + num_high * -(-kept // 8)
     return 4 + of_ids + kept * logp_bits // 8 + 4 * (2 + softened + sampled) + 16
 
@@ -292,6 +312,27 @@ for bit in range(shard["high"].shape[1] // size):
 logp = shard["logp"][first:last] / {steps}  # of all others together: shard["rest"]
 ```
 """
+READING_PACKED = """
+Without Isogloss, the first text:
+
+```python
+import zlib
+import numpy as np
+from safetensors.numpy import load_file
+
+shard = load_file("shard-00000.safetensors")
+left = shard["packed"][: shard["packed_starts"][1]].tobytes()
+columns = []
+for _ in range(2):
+    stream = zlib.decompressobj()
+    planes = np.frombuffer(stream.decompress(left), np.uint8).reshape(4, -1)
+    columns.append(np.ascontiguousarray(planes.T).view("<u4")[:, 0].astype(np.int64))
+    left = stream.unused_data
+position, place = np.divmod(columns[0].cumsum(), len(shard["order"]))
+ids = shard["order"][place]  # of the tokens that are kept, one position after the other
+p = (columns[1] & 2**24 - 1) / 2.0 ** (14 + (columns[1] >> 24))  # of all others: shard["rest"]
+```
+"""
 
 
 def card_of(manifest):
@@ -302,6 +343,8 @@ def card_of(manifest):
                        num_texts=manifest.num_texts)
     if not kept:
         return card
+    if manifest.logp_bits == PACKED_BITS:
+        return card + READING_PACKED
     return card + READING.format(steps=-LOGP_STEPS if manifest.logp_bits == 16 else 1)
 
 
@@ -397,6 +440,7 @@ class CacheReader:
         self.size = index["size"].numpy()
         self.text = index["text"].numpy()
         self.shards = {}
+        self.orders = {}  # of packed tokens, of each shard
 
     def find(self, key):
         """Return the place of a text in the index, or None.
@@ -422,9 +466,22 @@ class CacheReader:
         first = int(self.start[place])
         columns = {}
         for name in file.keys():
-            if name not in ("keys", "starts", "tokens"):
+            if name not in OF_TEXTS:
                 columns[name] = file.get_slice(name)[first : first + num_positions]
+        if self.manifest.logp_bits == PACKED_BITS:
+            columns |= self._unpacked(place, num_positions)
         return columns
+
+    def _unpacked(self, place, num_positions):
+        number = int(self.shard[place])
+        file = self._shard(place)
+        if number not in self.orders:
+            self.orders[number] = file.get_tensor("order")
+        text = int(self.text[place])
+        first, last = file.get_slice("packed_starts")[text : text + 2].tolist()
+        ids, logp = packed_rows.unpack(file.get_slice("packed")[first:last], self.orders[number],
+                                       int(self.size[place]), self.manifest.top_k)
+        return {"ids": ids[:num_positions], "logp": logp[:num_positions]}
 
     def _shard(self, place):
         number = int(self.shard[place])

@@ -92,11 +92,13 @@ class KeptRows(NamedTuple):
         `estimated`).  The rest is the mass of all that is not kept as it is.
     plain_rest_N: (N,) log-probability of the rest at temperature 1.
     num_drawn_N: (N,) int32.
+    factor_NK: (N, K) relevance of each of the K tokens over its mass; 1 or more.
     """
 
     scored: ScoredLogits
     plain_rest_N: torch.Tensor
     num_drawn_N: torch.Tensor
+    factor_NK: torch.Tensor
 
 
 def keep_tokens(logits_NW, num_entries, labels_N, order, temperature=1.0, uniform_N=None):
@@ -135,7 +137,7 @@ def keep_tokens(logits_NW, num_entries, labels_N, order, temperature=1.0, unifor
     rows = TopKLogits(ids_NK, torch.cat([logp_NK, label_logp_N1], 1), logits_NW.shape[1], rest_N,
                       whole.total_N)
     num_drawn_N = choice.is_drawn_NK.sum(-1).int()
-    return KeptRows(ScoredLogits(rows, whole.scores), plain_rest_N, num_drawn_N)
+    return KeptRows(ScoredLogits(rows, whole.scores), plain_rest_N, num_drawn_N, choice.factor_NK)
 
 
 class Choice(NamedTuple):
@@ -143,11 +145,13 @@ class Choice(NamedTuple):
 
     place_NK: (N, K) int64; is_drawn_NK: (N, K) bool, the last ones of a row.
     share_NK: (N, K) float32, what a drawn one stands for, of all mass.
+    factor_NK: see KeptRows; of those that are not drawn.
     """
 
     place_NK: torch.Tensor
     is_drawn_NK: torch.Tensor
     share_NK: torch.Tensor
+    factor_NK: torch.Tensor
 
 
 def choose(mass_NW, num_entries, labels_N, order, uniform_N):
@@ -156,9 +160,10 @@ def choose(mass_NW, num_entries, labels_N, order, uniform_N):
     label_N1 = order.place_W[labels_N][:, None]
     relevance_NW.scatter_(1, label_N1, 0)
     top_NK, place_NK = relevance_NW.topk(min(num_entries, relevance_NW.shape[1]))
+    factor_NK = (top_NK / mass_NW.gather(1, place_NK)).nan_to_num_(1.0).clamp_(min=1)
     if uniform_N is None:
         nothing_NK = torch.zeros_like(top_NK)
-        return Choice(place_NK, nothing_NK.bool(), nothing_NK)
+        return Choice(place_NK, nothing_NK.bool(), nothing_NK, factor_NK)
     is_drawn_NK = is_to_be_drawn(top_NK, relevance_NW)
     total_N1 = mass_NW.sum(-1, keepdim=True, dtype=torch.float64)
     for of_tokens_NW in (mass_NW, relevance_NW):
@@ -166,7 +171,7 @@ def choose(mass_NW, num_entries, labels_N, order, uniform_N):
         of_tokens_NW.scatter_(1, label_N1, 0)
     drawn_NK, of_draw_NK = draw(mass_NW, relevance_NW, is_drawn_NK, uniform_N)
     place_NK = torch.where(is_drawn_NK, drawn_NK, place_NK)
-    return Choice(place_NK, is_drawn_NK, (of_draw_NK / total_N1).float())
+    return Choice(place_NK, is_drawn_NK, (of_draw_NK / total_N1).float(), factor_NK)
 
 
 def relevance_of_mass(mass_NW, labels_N, order):

@@ -1,0 +1,84 @@
+"""Write kept tokens in about one byte each: ids by gaps, probabilities in steps, both by zlib.
+
+A token's probability is rounded to steps of 2 ** -shift / STEPS, where 2 ** shift is about by how
+much the token is more relevant than its probability says (kept_tokens.py): so rare tokens that
+begin as the text's own does are as exact as frequent ones are.  What rounds to nothing joins the
+rest.  Tokens stand in the order of how often a shard keeps them, so that the gaps between the
+places of those that a position keeps are small numbers; zlib gives the frequent ones few bits.
+
+Shapes: N positions, K entries, W vocabulary.  Tests: tests/test_cache_files.py.
+"""
+
+import zlib
+
+import numpy as np
+import torch
+
+STEPS = 2**14  # of probability 1; docs/caches.md says what they change
+EXTRA = 16  # of a token's further relevance, which a loss may ask alone; not tuned
+SHIFTED = 24  # bits of the number of steps, below the shift
+
+
+def steps_of(logp_NK, factor_NK):
+    """Return (N, K) int64 numbers of steps and shifts; 0: the token is left to the rest.
+
+    Args:
+        factor_NK: relevance of each over its probability, 1 or more.
+    """
+    shift_NK = (1 + EXTRA * (factor_NK - 1)).log2().floor().long()
+    steps_NK = (logp_NK.double().exp() * STEPS * 2.0**shift_NK).round().long()
+    return torch.where(steps_NK > 0, steps_NK + (shift_NK << SHIFTED), 0)
+
+
+def logp_of(steps):
+    """Return the log-probabilities of an int64 array of what `steps_of` made."""
+    return np.log((steps & 2**SHIFTED - 1) / STEPS) - (steps >> SHIFTED) * np.log(2)
+
+
+def order_of_use(ids_NK, steps_NK, vocab):
+    """Return (W,) int32 ids, those that positions keep most often first."""
+    counts_W = np.bincount(ids_NK[steps_NK > 0].numpy(), minlength=vocab)
+    return torch.from_numpy(np.argsort(-counts_W, kind="stable").astype(np.int32))
+
+
+def pack(ids_NK, steps_NK, order_W):
+    """Return the kept tokens of a text as uint8 bytes."""
+    place_W = np.empty(len(order_W), np.int64)
+    place_W[order_W.numpy()] = np.arange(len(order_W))
+    row, entry = np.nonzero(steps_NK.numpy())
+    places = row * len(order_W) + place_W[ids_NK.numpy()[row, entry]]
+    by_place = np.argsort(places)
+    steps = steps_NK.numpy()[row, entry][by_place]
+    packed = _squeezed(np.diff(places[by_place], prepend=0)) + _squeezed(steps)
+    return torch.frombuffer(bytearray(packed), dtype=torch.uint8)
+
+
+def unpack(packed, order_W, num_positions, num_entries):
+    """Return (N, K) int32 ids and float32 log-probabilities of what `pack` made.
+
+    Entries that are free have the id -1.
+    """
+    gaps, left = _unsqueezed(packed.numpy().tobytes())
+    steps, _ = _unsqueezed(left)
+    row, place = np.divmod(gaps.cumsum(), len(order_W))
+    entry = np.arange(len(row)) - np.searchsorted(row, row)
+    ids_NK = np.full((num_positions, num_entries), -1, np.int32)
+    logp_NK = np.full((num_positions, num_entries), -np.inf, np.float32)
+    ids_NK[row, entry] = order_W.numpy()[place]
+    logp_NK[row, entry] = logp_of(steps)
+    return torch.from_numpy(ids_NK), torch.from_numpy(logp_NK)
+
+
+def _squeezed(numbers):
+    """Return numbers below 2 ** 32 as bytes: the lowest ones of all, then the second ones, ..."""
+    planes = numbers.astype("<u4").view(np.uint8).reshape(-1, 4).T
+    # by runs, of zeros in the highest bytes; longer matches would be by chance
+    stream = zlib.compressobj(9, strategy=zlib.Z_RLE)
+    return stream.compress(planes.tobytes()) + stream.flush()
+
+
+def _unsqueezed(squeezed):
+    """Return int64 numbers, and the bytes behind them."""
+    stream = zlib.decompressobj()
+    planes = np.frombuffer(stream.decompress(squeezed), np.uint8).reshape(4, -1)
+    return np.ascontiguousarray(planes.T).view("<u4")[:, 0].astype(np.int64), stream.unused_data
