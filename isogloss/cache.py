@@ -36,6 +36,7 @@ from isogloss.data.mixture import sources_of
 from isogloss.data.open_data import holds_chats
 from isogloss.data.turns import SkippedChat, Template
 from isogloss.errors import DataError
+from isogloss.flags.messages import refuse
 from isogloss.flags.model_names import read_model_name, without_secrets
 from isogloss.flags.parse import MISSING, check_flags, flag, parse_flags, shared
 from isogloss.inputs import load_text_encoder, open_rows
@@ -688,7 +689,7 @@ def cli(argv=None):
         args = parse_flags(Args, sys.argv[1:] if argv is None else argv,
                            aliases={"dtype": "teacher_dtype"})
     except ValueError as error:
-        launch.fail(str(error))
+        refuse(error)
     main(args)
 
 

@@ -66,9 +66,7 @@ def main():
 
     words = sys.argv[1:]
     if "-h" in words or "--help" in words or not words:
-        from isogloss.distill import cli
-
-        cli(["--help"])
+        Config.read(["--help"])
     launcher, ours = split_words(words, [entry.name for entry in fields(Config)])
     from deepspeed.launcher import runner
 

@@ -9,9 +9,15 @@ import torch
 
 from cases import close, gradient
 from isogloss import losses
-from isogloss.config import Config, configs_by_teacher, routes_by_teacher, teacher_keys
+from isogloss.config import (
+    Config,
+    configs_by_teacher,
+    loss_flags,
+    routes_by_teacher,
+    teacher_keys,
+)
 from isogloss.flags.parse import choices_of, help_text
-from isogloss.objective.loss_table import LOSSES, LossSpec, build_loss, loss_flags
+from isogloss.objective.loss_table import LOSSES, LossSpec, build_loss
 from isogloss.projection_tools.build import cached_projection
 from isogloss.tile_plan import SubTile
 from tokens import pair_of

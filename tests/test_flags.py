@@ -8,7 +8,7 @@ from dataclasses import MISSING, dataclass, fields
 import pytest
 
 from isogloss import cache, distill, export, plan, plot, tasks
-from isogloss.config import Config, configs_by_teacher
+from isogloss.config import FIRST_COMMAND, Config, configs_by_teacher
 from isogloss.flags import parse as flags
 from isogloss.flags.parse import PATH_FLAGS, check_types, expanded, help_text, parse_flags
 from isogloss.projection_tools import (
@@ -296,6 +296,6 @@ def test_who_says_nothing_hears_a_first_command(words, capsys):
         distill.cli(words)
     assert ended.value.code == 2
     said = capsys.readouterr().err
-    assert said.count("\n") == 1 and distill.FIRST_COMMAND in said
-    flags = re.findall(r"--(\w+) (\S+)", distill.FIRST_COMMAND)
+    assert said.count("\n") == 1 and FIRST_COMMAND in said
+    flags = re.findall(r"--(\w+) (\S+)", FIRST_COMMAND)
     parse_flags(Config, [f"--{name}={value}" for name, value in flags])

@@ -24,7 +24,7 @@ from pathlib import Path
 from fire.parser import DefaultParseValue
 
 import isogloss
-from isogloss.flags.model_names import without_secrets
+from isogloss.flags.messages import refuse
 from isogloss.flags.yaml_file import parse_json, read_flag_file
 
 # Names of flags that public recipes use, and what they are called here.
@@ -111,9 +111,9 @@ def check_flags(config):
             raise ValueError(f"--{entry.name} {value}: expected {low} or more")
         if high is not None and value > high:
             raise ValueError(f"--{entry.name} {value}: expected {high} or less")
-        choices = choices_of(entry)
-        if choices and value not in choices:
-            raise ValueError(f"--{entry.name} {value}: expected one of {', '.join(choices)}")
+        if value != entry.default and value not in (choices_of(entry) or [value]):
+            raise ValueError(f"--{entry.name} {value}: expected one of "
+                             f"{', '.join(choices_of(entry))}")
 
 
 # --- values ---------------------------------------------------------------------------------------
@@ -492,6 +492,4 @@ def tool(kind, main, positional=(), aliases=None, argv=None):
     except ValueError as error:
         # The source file, because the module is called __main__ when it runs as a program.
         source = Path(main.__code__.co_filename)
-        message = " ".join(without_secrets(str(error)).split())
-        print(f"{source.parent.name}.{source.stem}: {message}", file=sys.stderr)
-        raise SystemExit(2) from None
+        refuse(error, f"{source.parent.name}.{source.stem}")
