@@ -16,9 +16,10 @@ import torch
 from conftest import ROOT
 from hub_copies import HAS_LM_EVAL, needs_lm_eval, write_copy
 from isogloss import tasks
+from isogloss.command import TaskArgs
 from isogloss.evaluation.task_model import TaskEncoder
+from isogloss.evaluation.task_options import TaskOptions
 from isogloss.evaluation.task_suite import load_suite
-from isogloss.evaluation.tasks import TaskOptions
 from wrong_input import error_line
 
 
@@ -174,7 +175,7 @@ def test_an_output_is_not_written_before_its_time(tmp_path):
     kept = tmp_path / "kept.jsonl"
     kept.write_text("a record\n")
     for path in (kept, tmp_path / "new.jsonl"):
-        tasks.Args(model="m", tasks="mmlu", output=str(path))
+        TaskArgs(model="m", tasks="mmlu", output=str(path))
     assert kept.read_text() == "a record\n" and not (tmp_path / "new.jsonl").exists()
 
 

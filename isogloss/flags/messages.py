@@ -5,6 +5,7 @@ Tests: tests/test_flags.py.
 
 import os
 import sys
+from contextlib import contextmanager
 
 from isogloss.flags.model_names import without_secrets
 
@@ -27,11 +28,23 @@ def line_about(error, program=None):
     return f"{program or program_name()}: {one_line(without_secrets(str(error)))}"
 
 
-def refuse(error, program=None):
-    """End this process with one line on stderr and exit code 2; of several ranks, 0 has the line.
+def refuse(error, program=None, loud=None):
+    """End this process with one line on stderr and exit code 2.
 
     For wrong flags, before the ranks know of one another; see `launch.fail` for what comes later.
+
+    Args:
+        loud: whether this rank prints the line; None: rank 0 does.
     """
-    if int(os.environ.get("RANK", 0)) == 0:
+    if loud or (loud is None and int(os.environ.get("RANK", 0)) == 0):
         print(line_about(error, program), file=sys.stderr, flush=True)
     raise SystemExit(2)
+
+
+@contextmanager
+def refusing(program):
+    """End a tool by one line where the block raises a ValueError."""
+    try:
+        yield
+    except ValueError as error:
+        refuse(error, program, loud=True)

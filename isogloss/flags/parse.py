@@ -24,7 +24,7 @@ from pathlib import Path
 from fire.parser import DefaultParseValue
 
 import isogloss
-from isogloss.flags.messages import refuse
+from isogloss.flags.messages import refusing
 from isogloss.flags.yaml_file import parse_json, read_flag_file
 
 # Names of flags that public recipes use, and what they are called here.
@@ -487,9 +487,7 @@ def tool(kind, main, positional=(), aliases=None, argv=None):
         argv: the words of the command line; None: those of this process.
     """
     words = sys.argv[1:] if argv is None else argv
-    try:
+    # The source file, because the module is called __main__ when it runs as a program.
+    source = Path(main.__code__.co_filename)
+    with refusing(f"{source.parent.name}.{source.stem}"):
         main(parse_flags(kind, words, positional, aliases))
-    except ValueError as error:
-        # The source file, because the module is called __main__ when it runs as a program.
-        source = Path(main.__code__.co_filename)
-        refuse(error, f"{source.parent.name}.{source.stem}")

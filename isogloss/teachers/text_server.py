@@ -44,10 +44,6 @@ SAID = 300  # characters of a server's own words in a message
 SPARE = 2  # positions of a context that a prompt leaves: its last token is no input, one is written
 
 
-def is_address(name):
-    return str(name).lower().startswith(("http://", "https://"))
-
-
 class Address(NamedTuple):
     """Hold the address of a server.
 
