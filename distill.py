@@ -30,6 +30,7 @@ from isogloss import build, once_in_a_while as once
 from isogloss.checkpoints.checkpoint import CannotSave
 from isogloss.data.workers import end_workers
 from isogloss.errors import DataError
+from isogloss.flags.parse import refusing
 from isogloss.inputs import check_inputs
 from isogloss.job import launch, rendezvous, watch
 from isogloss.job.counts import device_sums
@@ -51,11 +52,9 @@ def main(cfg):
     """Train, export, and end; wrong input ends every rank with one line before the first step."""
     launch.silence_libraries()
     with watch.signal_handlers_restored(), watch.end_with_launchers():
-        try:
+        with refusing():
             roles = split_ranks(cfg.teacher_ranks) if cfg.teacher_ranks and cfg.kd_weight else None
             launch.join_store()
-        except ValueError as error:
-            launch.fail(str(error))
         run = build.serve_teachers if roles and roles.role == "teacher" else train_student
         with watch.end_together(roles):
             run(cfg, roles, launch.start_distributed(roles))

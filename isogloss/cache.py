@@ -41,6 +41,7 @@ from isogloss.data.open_data import holds_chats
 from isogloss.data.turns import SkippedChat, Template
 from isogloss.errors import DataError
 from isogloss.flags.model_names import is_address, read_model_name, without_secrets
+from isogloss.flags.parse import refusing
 from isogloss.inputs import load_text_encoder, open_rows
 from isogloss.job import launch
 from isogloss.job.files import check_shared, size_and_checksum
@@ -588,10 +589,8 @@ def main(args):
     """Write a cache; wrong input ends every rank with one line."""
     launch.silence_libraries()
     with signal_handlers_restored(), end_with_launchers():
-        try:
+        with refusing():
             launch.join_store()
-        except ValueError as error:
-            launch.fail(str(error))
         with end_together():
             run(args, launch.start_distributed())
 

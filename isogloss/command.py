@@ -19,9 +19,8 @@ from pathlib import Path
 
 from isogloss.config import Config
 from isogloss.evaluation.task_options import TaskOptions
-from isogloss.flags.messages import refuse
 from isogloss.flags.model_names import is_address
-from isogloss.flags.parse import MISSING, check_flags, flag, parse_flags, shared
+from isogloss.flags.parse import MISSING, check_flags, flag, parse_flags, refusing, shared
 
 NEEDED = "torch", "deepspeed", "transformers", "tokenizers", "datasets", "numba", "safetensors"
 # {what may be missing: what it is for}
@@ -141,9 +140,6 @@ class CacheArgs:
             raise ValueError(f"--logp_bits {self.logp_bits}: expected 16 or 32")
         if self.push_to_hub.count("/") != bool(self.push_to_hub):
             raise ValueError(f"--push_to_hub {self.push_to_hub}: expected OWNER/NAME")
-        self._check_what_is_kept()
-
-    def _check_what_is_kept(self):
         self.run_config()  # checks the flags that both have
         for name in ("hidden", "sampled"):
             if is_address(self.teacher) and getattr(self, name):
@@ -238,8 +234,6 @@ class TaskArgs(TaskOptions):
 
 def check_output(path):
     """Raise a ValueError where a file cannot be written, before there is something to write."""
-    if not path.parent.is_dir():
-        raise ValueError(f"--output {path}: the folder {path.parent} does not exist")
     try:
         is_new = not path.exists()
         with open(path, "ab"):
@@ -267,14 +261,18 @@ def read_flags(name, argv=None):
         argv: the words of the command line; None: those of this process.
     """
     kind, options = TOOLS[name]
-    try:
+    with refusing(f"isogloss.{name}"):
         return parse_flags(kind, sys.argv[1:] if argv is None else argv, **options)
-    except ValueError as error:
-        refuse(error, f"isogloss.{name}")
+
+
+def run(name, main, argv=None):
+    """Run ``main(args)`` of a tool; wrong input ends it with one line and exit code 2."""
+    with refusing(f"isogloss.{name}", loud=True):
+        main(read_flags(name, argv))
 
 
 def tool():
-    """Run the tool after which this program is named, as isogloss-cache."""
+    """Run the tool after which this program is named, as isogloss-cache, from its flags on."""
     name = Path(sys.argv[0]).name.removeprefix("isogloss-")
     read_flags(name)
     import_module(f"isogloss.{name}").cli()

@@ -11,7 +11,6 @@ from typing import ClassVar
 
 from isogloss.data.mixture import sources_of
 from isogloss.data.turns import DATE
-from isogloss.flags.messages import refuse
 from isogloss.flags.model_names import without_secrets
 from isogloss.flags.parse import (
     check_entry,
@@ -20,6 +19,7 @@ from isogloss.flags.parse import (
     flags_that,
     parse_flags,
     read_entries,
+    refusing,
 )
 from isogloss.flags.plugins import load_plugins
 from isogloss.flags.yaml_file import parse_json
@@ -262,10 +262,12 @@ class LossFlags:
             "binary_kl", "binary_kl_reverse", "binary_ce", "temperature_limit", "squared",
             "absolute"))
     jsd_beta: float = flag(
-        0.5, "of generalized_jsd, from 0 (forward KL) to 1 (reverse KL).", key="jsd_beta")
+        0.5, "of generalized_jsd, from 0 (forward KL) to 1 (reverse KL).", low=0, high=1,
+        key="jsd_beta")
     skew_lambda: float = flag(
-        0.1, "of skew_forward_kl and skew_reverse_kl, 0 or more and below 1.", key="skew_lambda")
-    akl_alpha: float = flag(0.5, "of adaptive_kl, 0 to 1.", key="akl_alpha")
+        0.1, "of skew_forward_kl and skew_reverse_kl, 0 or more and below 1.", low=0, high=1,
+        key="skew_lambda")
+    akl_alpha: float = flag(0.5, "of adaptive_kl, 0 to 1.", low=0, high=1, key="akl_alpha")
     token_weights: str = flag(
         "", "how much a term weighs by the place where it begins. early: 2^(-t / token_half_life) "
         "behind t learned tokens. sure, unsure: token_entropy / (token_entropy + H) and what is "
@@ -307,7 +309,7 @@ class OnPolicyFlags:
     on_policy: float = flag(
         0.0, "share of the samples that the student writes itself, 0 to 1, each in place of the "
         "text or of the assistant's last message. The teachers correct what it wrote by the same "
-        "loss; there is no cross-entropy on it. See docs/on_policy.md.", low=0)
+        "loss; there is no cross-entropy on it. See docs/on_policy.md.", low=0, high=1)
     prompt_key: str = flag(
         "", "column of the prompts of what the student writes, text or chats, and of those of "
         "completion_key. Empty: the first prompt_tokens of a text, or a chat before the "
@@ -554,12 +556,11 @@ class Config(ModelFlags, DataFlags, LossFlags, OnPolicyFlags,
     @classmethod
     def read(cls, words):
         """Return the Config of a command line; --help and wrong flags end this process."""
-        if all(word.startswith("--local_rank") for word in words):  # the launcher's own
-            refuse(f"nothing to do; begin with: {FIRST_COMMAND} (--help has every flag)")
-        try:
+        with refusing():
+            if all(word.startswith("--local_rank") for word in words):  # the launcher's own
+                raise ValueError(f"nothing to do; begin with: {FIRST_COMMAND} (--help has every "
+                                 "flag)")
             return parse_flags(cls, words, file_flag="config")
-        except ValueError as error:
-            refuse(error)
 
     def __post_init__(self):
         if self.loss_memory_mib == "auto":
@@ -588,9 +589,6 @@ class Config(ModelFlags, DataFlags, LossFlags, OnPolicyFlags,
         return self.sequence_parallel * self.pipeline_parallel
 
     def _check_values(self):
-        for name in ("jsd_beta", "skew_lambda", "akl_alpha"):
-            if not 0 <= getattr(self, name) <= 1:
-                raise ValueError(f"--{name} {getattr(self, name)}: expected 0 to 1")
         if self.matched_weight != AUTO_WEIGHT and not 0 <= self.matched_weight <= 1:
             raise ValueError(f"--matched_weight {self.matched_weight}: expected 0 to 1, or "
                              f"{AUTO_WEIGHT:g} for the common fraction of the teacher's vocabulary")
@@ -646,9 +644,6 @@ class Config(ModelFlags, DataFlags, LossFlags, OnPolicyFlags,
                              "end; say by --eval_rows how many rows of it are used")
 
     def _check_on_policy(self):
-        if self.on_policy > 1:
-            raise ValueError(f"--on_policy {self.on_policy}: expected a share of the samples, 0 to "
-                             "1")
         if not 0 < self.rollout_top_p <= 1:
             raise ValueError(f"--rollout_top_p {self.rollout_top_p}: expected more than 0, at most "
                              "1")
@@ -845,10 +840,7 @@ def check_quantization(method):
 
 def loss_flags():
     """List the flags that losses read, in the order of the table, each once."""
-    flags = {}
-    for spec in loss_table().values():
-        flags |= dict.fromkeys(spec.flags)
-    return list(flags)
+    return list({name: name for spec in loss_table().values() for name in spec.flags})
 
 
 def teacher_keys():

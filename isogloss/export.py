@@ -16,10 +16,10 @@ import sys
 from functools import partial
 from pathlib import Path
 
-from isogloss.command import read_flags
+from isogloss import command
 
 if __name__ == "__main__":  # as in distill.py
-    read_flags("export")
+    command.read_flags("export")
 
 import torch
 import torch.distributed as dist
@@ -33,7 +33,6 @@ from isogloss.checkpoints.run_identity import checkpoint_folder
 from isogloss.config import configs_by_teacher, template_kwargs
 from isogloss.data.ends import load_generation, write_generation
 from isogloss.data.sample import TextEncoder
-from isogloss.flags.messages import refusing
 from isogloss.flags.model_names import ADAPTER_CONFIG
 from isogloss.job.files import (
     check_shared,
@@ -352,9 +351,7 @@ def main(args):
 
 
 def cli(argv=None):
-    args = read_flags("export", argv)
-    with refusing("isogloss.export"):
-        main(args)
+    command.run("export", main, argv)
 
 
 if __name__ == "__main__":

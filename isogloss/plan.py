@@ -55,17 +55,16 @@ from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
 
-from isogloss.command import read_flags
+from isogloss import command
 
 if __name__ == "__main__":  # as in distill.py
-    read_flags("plan")
+    command.read_flags("plan")
 
 import torch
 import yaml
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from isogloss.config import MOST_AUTO_MIB, Config, configs_by_teacher
-from isogloss.flags.messages import refusing
 from isogloss.flags.model_names import read_model_name
 from isogloss.flags.parse import parse_flags, shipped
 from isogloss.job.layout import Roles, check_teacher_ranks, teacher_groups
@@ -632,9 +631,7 @@ def summary_of(need):
 
 
 def cli(argv=None):
-    args = read_flags("plan", argv)
-    with refusing("isogloss.plan"):
-        main(args)
+    command.run("plan", main, argv)
 
 
 if __name__ == "__main__":

@@ -15,9 +15,7 @@ import sys
 from dataclasses import dataclass
 
 from isogloss.curves import DEFAULT, available, drawn_curves, panels_of, picture, read_run
-from isogloss.flags.messages import refusing
-from isogloss.flags.parse import check_types, expanded, flag, parse_flags
-from isogloss.projection_tools.files import check_output
+from isogloss.flags.parse import check_output, check_types, expanded, flag, parse_flags, refusing
 
 MARKS = "●○■□▲△◆◇"  # of the runs, in a terminal
 HEIGHT = 14  # lines of a panel in a terminal
@@ -145,7 +143,7 @@ def run_on_folders(kind, main, program, argv=None):
     folders = []
     while words and not words[0].startswith("-"):
         folders.append(words.pop(0))
-    with refusing(program):
+    with refusing(program, loud=True):
         folders = [expanded("run", folder) for folder in folders]
         args = parse_flags(kind, words)
         if not folders:

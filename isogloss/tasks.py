@@ -12,10 +12,10 @@ import json
 import os
 from pathlib import Path
 
-from isogloss.command import read_flags
+from isogloss import command
 
 if __name__ == "__main__":  # as in distill.py
-    read_flags("tasks")
+    command.read_flags("tasks")
 
 import torch
 import torch.distributed as dist
@@ -24,7 +24,6 @@ from isogloss.data.ends import load_generation, stop_ids
 from isogloss.data.sample import TextEncoder
 from isogloss.evaluation.task_model import TaskEncoder
 from isogloss.evaluation.task_suite import load_suite
-from isogloss.flags.messages import refusing
 from isogloss.job.counts import global_sums
 from isogloss.job.rendezvous import values_of_ranks
 from isogloss.models.pretrained import load_config, load_model
@@ -117,9 +116,7 @@ def main(args):
 
 
 def cli(argv=None):
-    args = read_flags("tasks", argv)
-    with refusing("isogloss.tasks"):
-        main(args)
+    command.run("tasks", main, argv)
 
 
 if __name__ == "__main__":

@@ -24,7 +24,7 @@ from typing import NamedTuple
 import torch.distributed as dist
 from tqdm import tqdm
 
-from isogloss.flags.messages import line_about
+from isogloss.flags.parse import line_about
 from isogloss.job import rendezvous
 from isogloss.job.counts import global_sums
 from isogloss.job.ipc import is_running
