@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 from isogloss.config import Config
 
-if __name__ == "__main__":  # --help and wrong flags end here: what follows loads for seconds
+if __name__ == "__main__":  # --help and wrong flags end here, before torch is imported
     Config.read(sys.argv[1:])
 
 import torch

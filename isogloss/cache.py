@@ -21,10 +21,10 @@ from datetime import date
 from functools import partial
 from pathlib import Path
 
-from isogloss.command import read_flags
+from isogloss.command import tool
 
-if __name__ == "__main__":  # as in distill.py
-    read_flags("cache")
+if __name__ == "__main__":  # flags come before torch is imported
+    raise SystemExit(tool("cache"))
 
 import numpy as np
 import torch
@@ -593,12 +593,4 @@ def main(args):
             launch.join_store()
         with end_together():
             run(args, launch.start_distributed())
-
-
-def cli(argv=None):
-    main(read_flags("cache", argv))
-
-
-if __name__ == "__main__":
-    cli()
     dist.destroy_process_group()

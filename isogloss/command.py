@@ -236,8 +236,7 @@ def check_output(path):
     """Raise a ValueError where a file cannot be written, before there is something to write."""
     try:
         is_new = not path.exists()
-        with open(path, "ab"):
-            pass
+        path.open("ab").close()
         if is_new:
             path.unlink(missing_ok=True)  # another rank may have been faster
     except OSError as error:
@@ -254,28 +253,19 @@ TOOLS = {
 }
 
 
-def read_flags(name, argv=None):
-    """Return the flags of a tool; --help and wrong flags end this process.
+def tool(name=None, argv=None):
+    """Run `main` of a tool, whose module is imported once its flags are read.
 
     Args:
+        name: None: of this program, as isogloss-cache.
         argv: the words of the command line; None: those of this process.
     """
+    name = name or Path(sys.argv[0]).name.removeprefix("isogloss-")
     kind, options = TOOLS[name]
     with refusing(f"isogloss.{name}"):
-        return parse_flags(kind, sys.argv[1:] if argv is None else argv, **options)
-
-
-def run(name, main, argv=None):
-    """Run ``main(args)`` of a tool; wrong input ends it with one line and exit code 2."""
+        args = parse_flags(kind, sys.argv[1:] if argv is None else argv, **options)
     with refusing(f"isogloss.{name}", loud=True):
-        main(read_flags(name, argv))
-
-
-def tool():
-    """Run the tool after which this program is named, as isogloss-cache, from its flags on."""
-    name = Path(sys.argv[0]).name.removeprefix("isogloss-")
-    read_flags(name)
-    import_module(f"isogloss.{name}").cli()
+        import_module(f"isogloss.{name}").main(args)
 
 
 # --- isogloss doctor ------------------------------------------------------------------------------

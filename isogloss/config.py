@@ -558,8 +558,7 @@ class Config(ModelFlags, DataFlags, LossFlags, OnPolicyFlags,
         """Return the Config of a command line; --help and wrong flags end this process."""
         with refusing():
             if all(word.startswith("--local_rank") for word in words):  # the launcher's own
-                raise ValueError(f"nothing to do; begin with: {FIRST_COMMAND} (--help has every "
-                                 "flag)")
+                raise ValueError(f"nothing to do; begin with: {FIRST_COMMAND} (--help has more)")
             return parse_flags(cls, words, file_flag="config")
 
     def __post_init__(self):

@@ -16,10 +16,10 @@ import sys
 from functools import partial
 from pathlib import Path
 
-from isogloss import command
+from isogloss.command import tool
 
-if __name__ == "__main__":  # as in distill.py
-    command.read_flags("export")
+if __name__ == "__main__":  # flags come before torch is imported
+    raise SystemExit(tool("export"))
 
 import torch
 import torch.distributed as dist
@@ -348,11 +348,3 @@ def main(args):
     if args.push_to_hub:
         push(folder, args.push_to_hub, args.private)
         print(f"pushed to {args.push_to_hub}")
-
-
-def cli(argv=None):
-    command.run("export", main, argv)
-
-
-if __name__ == "__main__":
-    cli()

@@ -55,10 +55,10 @@ from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
 
-from isogloss import command
+from isogloss.command import tool
 
-if __name__ == "__main__":  # as in distill.py
-    command.read_flags("plan")
+if __name__ == "__main__":  # flags come before torch is imported
+    raise SystemExit(tool("plan"))
 
 import torch
 import yaml
@@ -628,11 +628,3 @@ def main(args):
 def summary_of(need):
     return (f"{need.peak / GIB:.1f} GiB at most, {(need.sent - need.sent_to_nodes) / GIB:.1f} sent "
             f"in its node and {need.sent_to_nodes / GIB:.1f} to others in a step")
-
-
-def cli(argv=None):
-    command.run("plan", main, argv)
-
-
-if __name__ == "__main__":
-    cli()

@@ -12,10 +12,10 @@ import json
 import os
 from pathlib import Path
 
-from isogloss import command
+from isogloss.command import tool
 
-if __name__ == "__main__":  # as in distill.py
-    command.read_flags("tasks")
+if __name__ == "__main__":  # flags come before torch is imported
+    raise SystemExit(tool("tasks"))
 
 import torch
 import torch.distributed as dist
@@ -113,11 +113,3 @@ def main(args):
             write_records(args.output, records)
     if size > 1:
         dist.destroy_process_group()
-
-
-def cli(argv=None):
-    command.run("tasks", main, argv)
-
-
-if __name__ == "__main__":
-    cli()

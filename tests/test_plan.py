@@ -13,7 +13,7 @@ import ranks
 from benchmarks.memory import flags_of, measure, prepare
 from conftest import ROOT, asset
 from isogloss import plan as planning
-from isogloss.command import PlanArgs
+from isogloss.command import PlanArgs, tool
 from isogloss.config import Config
 from isogloss.flags.parse import parse_flags
 from isogloss.job.launch import start_distributed
@@ -262,7 +262,7 @@ def test_the_choice_fits_and_sends_least():
 
 def test_the_command_says_what_to_choose(capsys, monkeypatch):
     monkeypatch.chdir(ROOT)
-    planning.cli(["recipes/qwen3_8b_to_smollm2_1.7b.yaml", "--gpus=8", "--gpu_gib=24"])
+    tool("plan", ["recipes/qwen3_8b_to_smollm2_1.7b.yaml", "--gpus=8", "--gpu_gib=24"])
     printed = capsys.readouterr().out
     assert "DOES NOT FIT 95% of 24 GiB" in printed
     # 16.4 GB of teacher leave no room, over two ranks they do
@@ -274,7 +274,7 @@ def test_the_command_says_what_to_choose(capsys, monkeypatch):
                           (["recipes/on_policy_maths.yaml", "--gpu_gib=-1"], "--gpu_gib -1"),
                           (["recipes/llama_3.1_70b_to_8b.yaml", "--gpus=4"], "--teacher_tp 8: d")):
         with pytest.raises(SystemExit):
-            planning.cli(argv)
+            tool("plan", argv)
         assert message in capsys.readouterr().err
 
 

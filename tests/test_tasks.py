@@ -16,7 +16,7 @@ import torch
 from conftest import ROOT
 from hub_copies import HAS_LM_EVAL, needs_lm_eval, write_copy
 from isogloss import tasks
-from isogloss.command import TaskArgs
+from isogloss.command import TaskArgs, tool
 from isogloss.evaluation.task_model import TaskEncoder
 from isogloss.evaluation.task_options import TaskOptions
 from isogloss.evaluation.task_suite import load_suite
@@ -96,7 +96,7 @@ def test_the_command_prints_a_table_and_writes_records(models, files, tmp_path, 
     """On two ranks, as torchrun starts them, the same: 13 items, unequal numbers of them."""
     words = [f"--model={models[0]}", "--tasks=lambada,gsm8k", f"--data={files}",
              "--shots=2", "--max_new_tokens=20"]
-    tasks.cli([*words, f"--output={tmp_path / 'one.jsonl'}"])
+    tool("tasks", [*words, f"--output={tmp_path / 'one.jsonl'}"])
     printed = capsys.readouterr()
     assert printed.err == ""
     assert printed.out.splitlines()[0] == "| task | metric | value | stderr | seconds |"

@@ -535,8 +535,7 @@ def tool(kind, main, positional=(), aliases=None, argv=None):
         positional, aliases: as for `parse_flags`.
         argv: the words of the command line; None: those of this process.
     """
-    words = sys.argv[1:] if argv is None else argv
     # The source file, because the module is called __main__ when it runs as a program.
     source = Path(main.__code__.co_filename)
     with refusing(f"{source.parent.name}.{source.stem}", loud=True):
-        main(parse_flags(kind, words, positional, aliases))
+        main(parse_flags(kind, sys.argv[1:] if argv is None else argv, positional, aliases))

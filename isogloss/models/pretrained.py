@@ -79,10 +79,7 @@ def check_language_model(role, path, config):
 
 
 def attention_options(attention):
-    """Return the keyword arguments by which transformers takes an --attention.
-
-    auto: what it takes by itself, sdpa, else eager.
-    """
+    """Return transformers' keyword arguments of an --attention; auto takes sdpa, else eager."""
     return {} if attention == "auto" else {"attn_implementation": attention}
 
 
