@@ -24,9 +24,7 @@ from isogloss.flags.parse import (
 from isogloss.flags.plugins import load_plugins
 from isogloss.flags.yaml_file import parse_json
 
-# Below it logits / temperature leave float32.
-LOWEST_TEMPERATURE = 1e-3
-
+LOWEST_TEMPERATURE = 1e-3  # below it logits / temperature leave float32
 AUTO_WEIGHT = -1.0  # --matched_weight: as large as the common part of the teacher's vocabulary
 LEAST_AUTO_MIB, MOST_AUTO_MIB = 512, 4096  # of --loss_memory_mib auto.  Not tuned.
 
@@ -839,7 +837,7 @@ def check_quantization(method):
 
 def loss_flags():
     """List the flags that losses read, in the order of the table, each once."""
-    return list({name: name for spec in loss_table().values() for name in spec.flags})
+    return list(dict.fromkeys(sum((spec.flags for spec in loss_table().values()), ())))
 
 
 def teacher_keys():
