@@ -5,7 +5,7 @@
 FROM nvidia/cuda:13.0.2-devel-ubuntu24.04
 
 # a compiler and Python's headers for torch.compile and DeepSpeed's kernels; bwrap for tasks that
-# run code, which also takes --security-opt seccomp=unconfined --security-opt apparmor=unconfined
+# run code, where Docker lets a container make namespaces
 RUN apt-get update \
     && DEBIAN_FRONTEND=noninteractive apt-get install --yes --no-install-recommends \
         build-essential python3-dev python3-venv bubblewrap \
