@@ -17,16 +17,20 @@ from contextlib import ExitStack
 from functools import partial, reduce
 from typing import NamedTuple
 
+from isogloss.config import Config
+
+if __name__ == "__main__":  # --help and wrong flags end here, before torch is imported
+    Config.read(sys.argv[1:])
+
 import torch
 import torch.distributed as dist
 import transformers
 
 from isogloss import build, once_in_a_while as once
 from isogloss.checkpoints.checkpoint import CannotSave
-from isogloss.config import Config
 from isogloss.data.workers import end_workers
 from isogloss.errors import DataError
-from isogloss.flags.parse import parse_flags
+from isogloss.flags.parse import refusing
 from isogloss.inputs import check_inputs
 from isogloss.job import launch, rendezvous, watch
 from isogloss.job.counts import device_sums
@@ -41,10 +45,6 @@ from isogloss.teachers.mixing import dynamic_scale
 from isogloss.writing.rollout_ratio import weigh_by_ratio
 from isogloss.writing.writer_process import WriterError, WriterStopped
 
-FIRST_COMMAND = ("deepspeed distill.py --ds_config ds_configs/zero2.json --learning_rate 1e-4 "
-                 "--student HuggingFaceTB/SmolLM2-135M --teacher Qwen/Qwen3-0.6B "
-                 "--data corpus.jsonl")
-
 # --- main -----------------------------------------------------------------------------------------
 
 
@@ -52,11 +52,9 @@ def main(cfg):
     """Train, export, and end; wrong input ends every rank with one line before the first step."""
     launch.silence_libraries()
     with watch.signal_handlers_restored(), watch.end_with_launchers():
-        try:
+        with refusing():
             roles = split_ranks(cfg.teacher_ranks) if cfg.teacher_ranks and cfg.kd_weight else None
             launch.join_store()
-        except ValueError as error:
-            launch.fail(str(error))
         run = build.serve_teachers if roles and roles.role == "teacher" else train_student
         with watch.end_together(roles):
             run(cfg, roles, launch.start_distributed(roles))
@@ -85,14 +83,7 @@ def train_student(cfg, roles, device):
 
 def cli(argv=None):
     """Run the command line; wrong input ends it with one line and exit code 2."""
-    words = sys.argv[1:] if argv is None else argv
-    if all(word.startswith("--local_rank") for word in words):  # the launcher's own
-        launch.fail(f"nothing to do; begin with: {FIRST_COMMAND} (--help has every flag)")
-    try:
-        cfg = parse_flags(Config, words, file_flag="config")
-    except ValueError as error:
-        launch.fail(str(error))
-    main(cfg)
+    main(Config.read(sys.argv[1:] if argv is None else argv))
 
 
 # --- train ----------------------------------------------------------------------------------------

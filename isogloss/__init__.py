@@ -7,7 +7,7 @@ one name in a process.
 
 from pathlib import Path
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 _HERE = Path(__file__).resolve().parent
 if not (_HERE / "losses.py").exists():  # a checkout

@@ -14,13 +14,17 @@ import fcntl
 import hashlib
 import itertools
 import shutil
-import sys
 import time
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from datetime import date
 from functools import partial
 from pathlib import Path
+
+from isogloss.command import tool
+
+if __name__ == "__main__":  # flags come before torch is imported
+    raise SystemExit(tool("cache"))
 
 import numpy as np
 import torch
@@ -28,7 +32,7 @@ import torch.distributed as dist
 from huggingface_hub import HfApi
 
 from isogloss.align import fingerprint
-from isogloss.config import Config, template_kwargs
+from isogloss.config import template_kwargs
 from isogloss.data.batch import keys_of, pad_id
 from isogloss.data.chat import chat_text, read_rendering
 from isogloss.data.checks import explained
@@ -36,8 +40,8 @@ from isogloss.data.mixture import sources_of
 from isogloss.data.open_data import holds_chats
 from isogloss.data.turns import SkippedChat, Template
 from isogloss.errors import DataError
-from isogloss.flags.model_names import read_model_name, without_secrets
-from isogloss.flags.parse import MISSING, check_flags, flag, parse_flags, shared
+from isogloss.flags.model_names import is_address, read_model_name, without_secrets
+from isogloss.flags.parse import refusing
 from isogloss.inputs import load_text_encoder, open_rows
 from isogloss.job import launch
 from isogloss.job.files import check_shared, size_and_checksum
@@ -52,7 +56,7 @@ from isogloss.teachers.model import head_gives_own_logits, local_folder
 from isogloss.teachers.protocol import BLOCK, load_teacher
 from isogloss.teachers.served import START_TIMEOUT
 from isogloss.teachers.text_scores import ScoredLogits
-from isogloss.teachers.text_server import TextServer, api_key, is_address
+from isogloss.teachers.text_server import TextServer, api_key
 from isogloss.tiles import HiddenLogits
 
 SHARD_BYTES = 256 * 2**20  # of a shard, about
@@ -60,101 +64,6 @@ MOST_TEXTS = 4096  # in a shard
 TRIED_TEXTS = 1000  # from which the size is estimated, or up to twice as many
 ROWS_AT_A_TIME = BLOCK // 4  # of logits, as choosing tokens takes four times their memory
 GIB = 2**30
-
-
-@dataclass(kw_only=True)
-class Args:
-    """Let a teacher read all texts of a data set once, and keep what it says."""
-
-    teacher: str = shared(Config, "teacher", MISSING)
-    data: str = flag(
-        MISSING, "the texts, named as by --data of distill.py. A run may use any of them, in any "
-        "order.")
-    output: str = flag(MISSING, "directory of the cache. A command that was ended goes on there.")
-    teacher_tokenizer: str = shared(Config, "teacher_tokenizer")
-    teacher_timeout: float = shared(Config, "teacher_timeout")
-    teacher_connections: int = shared(Config, "teacher_connections")
-    eval_data: str = flag("", "further texts, such as held-out ones, named likewise. Empty: none.")
-    split: str = flag("train", "split of data.")
-    eval_split: str = flag("train", "split of eval_data.")
-    streaming: bool = flag(
-        False, "read the data as a stream, once before the teacher is loaded, then for each rank.")
-    text_key: str = shared(Config, "text_key")
-    completion_key: str = shared(Config, "completion_key")
-    prompt_key: str = shared(Config, "prompt_key")
-    tools_key: str = shared(Config, "tools_key")
-    teacher_prompt_key: str = shared(Config, "teacher_prompt_key")
-    template_kwargs: str = shared(Config, "template_kwargs")
-    chat_date: str = shared(Config, "chat_date")
-    txt_samples: str = shared(Config, "txt_samples")
-    hidden: bool = flag(
-        False, "keep final hidden states, from which every loss is exact. Else some tokens, and "
-        "all others as one event.")
-    top_k: int = flag(
-        256, "tokens of each position, beside the text's own: the most likely ones, and those "
-        "that begin as the text's own does.", low=1, high=2**20)
-    sampled: bool = flag(
-        False, "draw some of these tokens from all others, for which they stand without bias.")
-    seed: int = flag(
-        0, "of the draws, which depend on it and the text alone.", low=0, high=2**32 - 2**16)
-    logp_bits: int = flag(
-        16, "bits of each of their log-probabilities: 16 (steps of a thousandth nat) or 32; 8: "
-        "about so many for a token in all, its id included, see docs/caches.md.")
-    temperature: float = flag(
-        1.0, "of the losses that will read the cache: the mass of all other tokens is kept at "
-        "this temperature and at 1.")
-    teacher_max_length: int = shared(Config, "teacher_max_length")
-    teacher_dtype: str = shared(Config, "teacher_dtype")
-    teacher_engine: str = shared(Config, "teacher_engine")
-    teacher_tp: int = shared(Config, "teacher_tp")
-    teacher_offload: bool = shared(Config, "teacher_offload")
-    teacher_compile: bool = shared(Config, "teacher_compile")
-    batch_tokens: int = flag(8192, "positions that a rank reads at a time.", low=1, high=2**24)
-    push_to_hub: str = flag(
-        "", "data set of the hub to upload it to, as in me/cache, from where --teacher_cache "
-        "hf://datasets/me/cache reads it. Empty: none.")
-    private: bool = flag(False, "make that data set a private one.")
-    trust_remote_code: bool = flag(False, "run the Python code that comes with the teacher.")
-    local_rank: int = shared(Config, "local_rank")
-
-    def __post_init__(self):
-        check_flags(self)
-        if self.logp_bits not in (8, 16, 32):
-            raise ValueError(f"--logp_bits {self.logp_bits}: expected 8, 16 or 32")
-        if self.push_to_hub.count("/") != bool(self.push_to_hub):
-            raise ValueError(f"--push_to_hub {self.push_to_hub}: expected OWNER/NAME")
-        self._check_what_is_kept()
-
-    def _check_what_is_kept(self):
-        self.run_config()  # checks the flags that both have
-        for name in ("hidden", "sampled"):
-            if is_address(self.teacher) and getattr(self, name):
-                raise ValueError(f"--{name} with --teacher {self.teacher}: a server gives its most "
-                                 "likely tokens alone; leave it out")
-        for name in ("top_k", "sampled", "logp_bits", "temperature"):
-            value = getattr(self, name)
-            if self.hidden and value != getattr(Args, name):
-                raise ValueError(f"--hidden with --{name} {value}: hidden states say all of every "
-                                 "token, at any temperature; leave out one of them")
-        if self.logp_bits == cache_files.PACKED_BITS and (self.sampled or self.temperature != 1):
-            what = "--sampled" if self.sampled else f"--temperature {self.temperature}"
-            raise ValueError(f"--logp_bits 8 with {what}: rounds the teacher's own probabilities, "
-                             "none that are drawn or softened; use 16")
-        if self.seed and not self.sampled:
-            raise ValueError(f"--seed {self.seed}: is of --sampled, which is not set; leave it out")
-
-    @property
-    def teacher_path(self):
-        return self.teacher_tokenizer or self.teacher
-
-    def run_config(self):
-        """Return the Config of a run with this teacher, which checks the flags that both have."""
-        names = {entry.name for entry in fields(Args)} & {entry.name for entry in fields(Config)}
-        # what is held out is opened by itself; the seed is of draws, not of samples
-        names -= {"eval_data", "eval_split", "seed", "local_rank"}
-        shared = {name: getattr(self, name) for name in names}
-        return Config(student=self.teacher_path, teacher_output="hidden" if self.hidden else "topk",
-                      teacher_output_topk=self.top_k, **shared)
 
 
 # --- texts ----------------------------------------------------------------------------------------
@@ -699,23 +608,8 @@ def main(args):
     """Write a cache; wrong input ends every rank with one line."""
     launch.silence_libraries()
     with signal_handlers_restored(), end_with_launchers():
-        try:
+        with refusing():
             launch.join_store()
-        except ValueError as error:
-            launch.fail(str(error))
         with end_together():
             run(args, launch.start_distributed())
-
-
-def cli(argv=None):
-    try:
-        args = parse_flags(Args, sys.argv[1:] if argv is None else argv,
-                           aliases={"dtype": "teacher_dtype"})
-    except ValueError as error:
-        launch.fail(str(error))
-    main(args)
-
-
-if __name__ == "__main__":
-    cli()
     dist.destroy_process_group()

@@ -1,9 +1,10 @@
-"""The commands `isogloss-distill`, the DeepSpeed launcher with our module, and `isogloss doctor`.
+"""The commands: `isogloss-distill`, which is DeepSpeed's launcher with our module, and the others.
 
     isogloss-distill [flags of the launcher, such as --num_gpus 4] --student S --teacher T ...
     isogloss doctor    what is installed here, what is optional and missing, GPUs, compiler, disk
 
-In a checkout it is `python -m isogloss.command doctor`.
+In a checkout it is `python -m isogloss.command doctor`.  The flags of the tools that import torch
+stand here, so that --help need not wait for it.
 Tests: tests/test_install.py.
 """
 
@@ -12,9 +13,14 @@ import platform
 import shutil
 import socket
 import sys
-from dataclasses import fields
-from importlib import metadata
+from dataclasses import dataclass, fields
+from importlib import import_module, metadata
 from pathlib import Path
+
+from isogloss.config import Config
+from isogloss.evaluation.task_options import TaskOptions
+from isogloss.flags.model_names import is_address
+from isogloss.flags.parse import MISSING, check_flags, flag, parse_flags, refusing, shared
 
 NEEDED = "torch", "deepspeed", "transformers", "tokenizers", "datasets", "numba", "safetensors"
 # {what may be missing: what it is for}
@@ -62,17 +68,209 @@ def with_free_port(launcher):
 
 def main():
     """Start the ranks, or print our help."""
-    from isogloss.config import Config
-
     words = sys.argv[1:]
     if "-h" in words or "--help" in words or not words:
-        from isogloss.distill import cli
-
-        cli(["--help"])
+        Config.read(["--help"])
     launcher, ours = split_words(words, [entry.name for entry in fields(Config)])
     from deepspeed.launcher import runner
 
     runner.main([*with_free_port(launcher), "--module", "isogloss.distill", *ours])
+
+
+# --- the tools and their flags --------------------------------------------------------------------
+
+
+@dataclass(kw_only=True)
+class CacheArgs:
+    """Let a teacher read all texts of a data set once, and keep what it says."""
+
+    teacher: str = shared(Config, "teacher", MISSING)
+    data: str = flag(
+        MISSING, "the texts, named as by --data of distill.py. A run may use any of them, in any "
+        "order.")
+    output: str = flag(MISSING, "directory of the cache. A command that was ended goes on there.")
+    teacher_tokenizer: str = shared(Config, "teacher_tokenizer")
+    teacher_timeout: float = shared(Config, "teacher_timeout")
+    teacher_connections: int = shared(Config, "teacher_connections")
+    eval_data: str = flag("", "further texts, such as held-out ones, named likewise. Empty: none.")
+    split: str = flag("train", "split of data.")
+    eval_split: str = flag("train", "split of eval_data.")
+    streaming: bool = flag(
+        False, "read the data as a stream, once before the teacher is loaded, then for each rank.")
+    text_key: str = shared(Config, "text_key")
+    completion_key: str = shared(Config, "completion_key")
+    prompt_key: str = shared(Config, "prompt_key")
+    tools_key: str = shared(Config, "tools_key")
+    teacher_prompt_key: str = shared(Config, "teacher_prompt_key")
+    template_kwargs: str = shared(Config, "template_kwargs")
+    chat_date: str = shared(Config, "chat_date")
+    txt_samples: str = shared(Config, "txt_samples")
+    hidden: bool = flag(
+        False, "keep final hidden states, from which every loss is exact. Else some tokens, and "
+        "all others as one event.")
+    top_k: int = flag(
+        256, "tokens of each position, beside the text's own: the most likely ones, and those "
+        "that begin as the text's own does.", low=1, high=2**20)
+    sampled: bool = flag(
+        False, "draw some of these tokens from all others, for which they stand without bias.")
+    seed: int = flag(
+        0, "of the draws, which depend on it and the text alone.", low=0, high=2**32 - 2**16)
+    logp_bits: int = flag(
+        16, "bits of each of their log-probabilities: 16 (steps of a thousandth nat) or 32; 8: "
+        "about so many for a token in all, its id included (docs/caches.md).")
+    temperature: float = flag(
+        1.0, "of the losses that will read the cache: the mass of all other tokens is kept at "
+        "this temperature and at 1.")
+    teacher_max_length: int = shared(Config, "teacher_max_length")
+    teacher_dtype: str = shared(Config, "teacher_dtype")
+    teacher_engine: str = shared(Config, "teacher_engine")
+    teacher_tp: int = shared(Config, "teacher_tp")
+    teacher_offload: bool = shared(Config, "teacher_offload")
+    teacher_compile: bool = shared(Config, "teacher_compile")
+    batch_tokens: int = flag(8192, "positions that a rank reads at a time.", low=1, high=2**24)
+    push_to_hub: str = flag(
+        "", "data set of the hub to upload it to, as in me/cache, from where --teacher_cache "
+        "hf://datasets/me/cache reads it. Empty: none.")
+    private: bool = flag(False, "make that data set a private one.")
+    trust_remote_code: bool = flag(False, "run the Python code that comes with the teacher.")
+    local_rank: int = shared(Config, "local_rank")
+
+    def __post_init__(self):
+        check_flags(self)
+        if self.logp_bits not in (8, 16, 32):
+            raise ValueError(f"--logp_bits {self.logp_bits}: expected 8, 16 or 32")
+        if self.logp_bits == 8 and (self.sampled or self.temperature != 1):
+            what = "--sampled" if self.sampled else f"--temperature {self.temperature}"
+            raise ValueError(f"--logp_bits 8 with {what}: rounds the teacher's own probabilities, "
+                             "none that are drawn or softened; use 16")
+        if self.push_to_hub.count("/") != bool(self.push_to_hub):
+            raise ValueError(f"--push_to_hub {self.push_to_hub}: expected OWNER/NAME")
+        self.run_config()  # checks the flags that both have
+        for name in ("hidden", "sampled"):
+            if is_address(self.teacher) and getattr(self, name):
+                raise ValueError(f"--{name} with --teacher {self.teacher}: a server gives its most "
+                                 "likely tokens alone; leave it out")
+        for name in ("top_k", "sampled", "logp_bits", "temperature"):
+            value = getattr(self, name)
+            if self.hidden and value != getattr(type(self), name):
+                raise ValueError(f"--hidden with --{name} {value}: hidden states say all of every "
+                                 "token, at any temperature; leave out one of them")
+        if self.seed and not self.sampled:
+            raise ValueError(f"--seed {self.seed}: is of --sampled, which is not set; leave it out")
+
+    @property
+    def teacher_path(self):
+        return self.teacher_tokenizer or self.teacher
+
+    def run_config(self):
+        """Return the Config of a run with this teacher, which checks the flags that both have."""
+        names = {entry.name for entry in fields(self)} & {entry.name for entry in fields(Config)}
+        # what is held out is opened by itself; the seed is of draws, not of samples
+        names -= {"eval_data", "eval_split", "seed", "local_rank"}
+        shared = {name: getattr(self, name) for name in names}
+        return Config(student=self.teacher_path, teacher_output="hidden" if self.hidden else "topk",
+                      teacher_output_topk=self.top_k, **shared)
+
+
+@dataclass(kw_only=True)
+class ExportArgs:
+    """Export the student of a checkpoint: python -m isogloss.export runs/a --step 400."""
+
+    run: str = flag("", "--output_dir of the run.")
+    step: int = flag(0, "of the checkpoint; 0: the newest one.", low=0, high=10**12)
+    output: str = flag(
+        "", "directory for the student, an earlier export or none; empty: export_STEP in the run.")
+    push_to_hub: str = flag(
+        "", "repository of the hub to upload it to, as in me/student; it is made if there is "
+        "none. An adapter of a base model without a hub id is refused. You are logged in by `hf "
+        "auth login`, or HF_TOKEN. Empty: none.")
+    private: bool = flag(False, "make that repository a private one.")
+    trust_remote_code: bool = flag(
+        False, "run the Python code that comes with the student, which can do anything.")
+
+    def __post_init__(self):
+        check_flags(self)
+        if self.push_to_hub.count("/") != bool(self.push_to_hub):
+            raise ValueError(f"--push_to_hub {self.push_to_hub}: expected OWNER/NAME")
+        if self.private and not self.push_to_hub:
+            raise ValueError("--private: of a repository of the hub; name it with --push_to_hub")
+
+
+@dataclass(kw_only=True)
+class PlanArgs:
+    """Say what a run needs: memory of a rank, bytes that it sends, what to choose."""
+
+    recipe: str = flag(MISSING, "YAML file of flags of distill.py.")
+    gpus: int = flag(
+        0, 'of the job. 0: as many as the recipe is for, by its comment "# GPUs: 16 of 80 '
+        'GiB, 8 on a node"; 8 without one.', low=0, high=2**20)
+    per_node: int = flag(
+        0, "of one node. 0: as the recipe says, or as many, at most 8.", low=0, high=2**20)
+    gpu_gib: float = flag(
+        0.0, "memory of one, GiB. 0: as the recipe says, or 80.", low=0, high=2**20)
+    tflops: float = flag(
+        989.0, "peak of one in bfloat16, 10^12 operations a second.", low=1, high=1e6)
+    mfu: float = flag(0.17, "share of the peak that a step reaches.", low=0.001, high=1)
+    dollars: float = flag(2.5, "price of one for an hour.", low=0, high=1e4)
+
+    def __post_init__(self):
+        check_flags(self)
+
+
+@dataclass(kw_only=True)
+class TaskArgs(TaskOptions):
+    """Evaluate a model on tasks, and print a table."""
+
+    model: str = flag(MISSING, "hub id or directory of a causal language model.")
+    tasks: str = flag(
+        MISSING, "some of mmlu, mmlu_continuation, lambada, gsm8k, humaneval_plus, mbpp_plus and "
+        "lm_eval:NAME of lm-evaluation-harness, with commas.")
+    output: str = flag("", "file for one JSON line per item: task, id, prediction, verdict, nats.")
+    dtype: str = flag(
+        "auto", "auto (that of the files), float32, bfloat16 or float16.",
+        choices=("auto", "float32", "bfloat16", "float16"))
+    trust_remote_code: bool = flag(False, "run Python code that comes with the model.")
+
+    def __post_init__(self):
+        super().__post_init__()
+        if self.output:
+            check_output(Path(self.output))
+
+
+def check_output(path):
+    """Raise a ValueError where a file cannot be written, before there is something to write."""
+    try:
+        is_new = not path.exists()
+        path.open("ab").close()
+        if is_new:
+            path.unlink(missing_ok=True)  # another rank may have been faster
+    except OSError as error:
+        raise ValueError(f"--output {path}: cannot be written ({error.strerror}); name a file "
+                         "that can") from None
+
+
+# {module: its flags, and what `parse_flags` is told of them}
+TOOLS = {
+    "cache": (CacheArgs, {"aliases": {"dtype": "teacher_dtype"}}),
+    "export": (ExportArgs, {"positional": ("run",)}),
+    "plan": (PlanArgs, {"positional": ("recipe",)}),
+    "tasks": (TaskArgs, {}),
+}
+
+
+def tool(name=None, argv=None):
+    """Run `main` of a tool, whose module is imported once its flags are read.
+
+    Args:
+        name: None: of this program, as isogloss-cache.
+        argv: the words of the command line; None: those of this process.
+    """
+    name = name or Path(sys.argv[0]).name.removeprefix("isogloss-")
+    kind, options = TOOLS[name]
+    with refusing(f"isogloss.{name}"):
+        args = parse_flags(kind, sys.argv[1:] if argv is None else argv, **options)
+    with refusing(f"isogloss.{name}", loud=True):
+        import_module(f"isogloss.{name}").main(args)
 
 
 # --- isogloss doctor ------------------------------------------------------------------------------

@@ -1,6 +1,7 @@
 """Define the flags of distill.py: their meaning, their checks, their values for each teacher."""
 
 import copy
+import importlib.util
 import shlex
 import sys
 from dataclasses import dataclass, replace
@@ -8,38 +9,28 @@ from datetime import date
 from pathlib import Path
 from typing import ClassVar
 
-from isogloss.align import fingerprint
 from isogloss.data.mixture import sources_of
-from isogloss.data.open_data import TXT_SAMPLES
-from isogloss.data.sample import ALIGNERS
 from isogloss.data.turns import DATE
 from isogloss.flags.model_names import without_secrets
-from isogloss.flags.parse import check_entry, check_flags, flag, flags_that, read_entries
+from isogloss.flags.parse import (
+    check_entry,
+    check_flags,
+    flag,
+    flags_that,
+    parse_flags,
+    read_entries,
+    refusing,
+)
 from isogloss.flags.plugins import load_plugins
 from isogloss.flags.yaml_file import parse_json
-from isogloss.models.compiler import LOSS_BACKENDS
-from isogloss.models.pretrained import ATTENTIONS
-from isogloss.models.quantized import QUANTIZATIONS, check_quantization
-from isogloss.objective.loss_table import (
-    ALM_MODES,
-    AUTO_WEIGHT,
-    LOSS_TOPK_OF,
-    LOSSES,
-    loss_flags,
-    losses_of_truncated,
-)
-from isogloss.objective.token_weights import OF_ENTROPY, TOKEN_WEIGHTS
-from isogloss.teachers.kinds import kind_of
-from isogloss.teachers.model import ENGINES
-from isogloss.teachers.protocol import TEACHER_OUTPUTS
 
-# Below it logits / temperature leave float32.
-LOWEST_TEMPERATURE = 1e-3
-
-# "fixed" adds losses up, the middle four weigh teachers by sample, the last two average them
-TEACHER_WEIGHTS = "fixed", "ce", "entropy", "max_prob", "select", "mean_p", "mean_logits"
-RATIOS = "clamp", "mask"
+LOWEST_TEMPERATURE = 1e-3  # below it logits / temperature leave float32
+AUTO_WEIGHT = -1.0  # --matched_weight: as large as the common part of the teacher's vocabulary
 LEAST_AUTO_MIB, MOST_AUTO_MIB = 512, 4096  # of --loss_memory_mib auto.  Not tuned.
+
+FIRST_COMMAND = ("deepspeed distill.py --ds_config ds_configs/zero2.json --learning_rate 1e-4 "
+                 "--student HuggingFaceTB/SmolLM2-135M --teacher Qwen/Qwen3-0.6B "
+                 "--data corpus.jsonl")
 
 # Flags of other trainers (transformers, TRL, NeMo RL), and what does it here.
 FOREIGN = {
@@ -80,6 +71,13 @@ FOREIGN = {
 }
 
 
+def loss_table():
+    """Return the table of losses.  It is imported late: --help waits for no torch."""
+    from isogloss.objective.loss_table import LOSSES
+
+    return LOSSES
+
+
 @dataclass(kw_only=True)
 class ModelFlags:
     """model"""
@@ -100,7 +98,7 @@ class ModelFlags:
         "but the head.")
     quantize: str = flag(
         "", "hold the frozen weights of lora_r in 4 bits (QLoRA): nf4, by bitsandbytes. Empty: as "
-        "they are.", choices=QUANTIZATIONS)
+        "they are.", choices=("", "nf4"))
     router_weight: float = flag(
         -1.0, "of the loss that balances the experts of a mixture, as transformers defines it, "
         "over all tokens of a step. -1: what the student's config says, router_aux_loss_coef "
@@ -113,7 +111,8 @@ class ModelFlags:
     attention: str = flag(
         "auto", "how student and teachers attend: sdpa, flash_attention_2 (needs a GPU, half "
         "precision and the package flash-attn), eager, or auto: sdpa where a model has it. With "
-        "sequence_parallel the student has an attention of its own.", choices=ATTENTIONS, free=True)
+        "sequence_parallel the student has an attention of its own.", free=True,
+        choices=("auto", "sdpa", "flash_attention_2", "eager"))
     sequence_parallel: int = flag(
         1, "neighboring ranks that hold one shard of every sequence each (Ulysses). It divides "
         "the student's attention heads.", low=1, high=2**16, free=True)
@@ -166,7 +165,7 @@ class DataFlags:
         "began, or on which the chats of its --teacher_cache were rendered.", free=True)
     txt_samples: str = flag(
         "line", "what a sample of a .txt file is: line, paragraph (between empty lines) or file.",
-        choices=TXT_SAMPLES)
+        choices=("line", "paragraph", "file"))
     join_rows: int = flag(
         0, "characters that a sample of text has at least: neighboring rows are joined, whole and "
         "with a newline between them, until they have as many. Attention and loss reach across. "
@@ -193,7 +192,7 @@ class DataFlags:
     aligner: str = flag(
         "bytes", "how the tokens of student and teacher are matched. bytes: by byte positions in "
         "the same text. dp: by dynamic programming over token strings, for texts that student and "
-        "teacher render differently.", choices=ALIGNERS)
+        "teacher render differently.", choices=("bytes", "dp"))
     eval_rows: int = flag(
         0, "rows held out of training, the first ones of the data. 0 holds out none. With "
         "eval_data or eval_split, how many of those rows are used, 0 being all.", low=0, high=10**9)
@@ -214,7 +213,7 @@ class LossFlags:
         "the other divergences (reverse_kl, generalized_jsd, skew_forward_kl, skew_reverse_kl, "
         "adaptive_kl, total_variation) compare what docs/piece_kl.md translates. Beside them: "
         "projection_kl, gold, h_kl, uld, alm. See docs/losses.md.",
-        choices=LOSSES, key="loss")
+        choices=loss_table, key="loss")
     kd_weight: float = flag(
         1.0, "weight of the distillation loss, >= 0. 0 loads no teacher.", low=0, high=1e6)
     ce_weight: float = flag(
@@ -234,7 +233,7 @@ class LossFlags:
     loss_topk_of: str = flag(
         "teacher", "whose most likely tokens (or cells) loss_topk keeps: teacher or student. "
         "student is usual for reverse_kl on texts that the student wrote.",
-        choices=LOSS_TOPK_OF, key="loss_topk_of")
+        choices=("teacher", "student"), key="loss_topk_of")
     projection: str = flag(
         "", "file of projection_tools.build for projection_kl, gold and h_kl. Empty: it is built "
         "in flight and cached.", key="projection")
@@ -257,18 +256,22 @@ class LossFlags:
         key="matched_weight")
     alm_mode: str = flag(
         "binary_kl", "binary_kl, binary_kl_reverse, binary_ce, temperature_limit, squared or "
-        "absolute.", choices=ALM_MODES, key="alm_mode")
+        "absolute.", key="alm_mode", choices=(
+            "binary_kl", "binary_kl_reverse", "binary_ce", "temperature_limit", "squared",
+            "absolute"))
     jsd_beta: float = flag(
-        0.5, "of generalized_jsd, from 0 (forward KL) to 1 (reverse KL).", key="jsd_beta")
+        0.5, "of generalized_jsd, from 0 (forward KL) to 1 (reverse KL).", low=0, high=1,
+        key="jsd_beta")
     skew_lambda: float = flag(
-        0.1, "of skew_forward_kl and skew_reverse_kl, 0 or more and below 1.", key="skew_lambda")
-    akl_alpha: float = flag(0.5, "of adaptive_kl, 0 to 1.", key="akl_alpha")
+        0.1, "of skew_forward_kl and skew_reverse_kl, 0 or more and below 1.", low=0, high=1,
+        key="skew_lambda")
+    akl_alpha: float = flag(0.5, "of adaptive_kl, 0 to 1.", low=0, high=1, key="akl_alpha")
     token_weights: str = flag(
         "", "how much a term weighs by the place where it begins. early: 2^(-t / token_half_life) "
         "behind t learned tokens. sure, unsure: token_entropy / (token_entropy + H) and what is "
         "missing to 1, where the teacher has an entropy of H nats. column: what weight_key says of "
         "the row. Empty: 1 each.",
-        choices=TOKEN_WEIGHTS, key="token_weights")
+        choices=("", "early", "column", "sure", "unsure"), key="token_weights")
     token_half_life: float = flag(
         256.0, "of token_weights early, in learned tokens.", low=0.1, high=1e9,
         key="token_half_life")
@@ -288,8 +291,8 @@ class LossFlags:
         "CPU.", low=0, high=2**20, free=True)
     loss_backend: str = flag(
         "auto", "how the formulas of the loss run: plain (torch), or compiled (torch.compile; the "
-        "first step waits some seconds for it). auto compiles on a GPU.", choices=LOSS_BACKENDS,
-        free=True)
+        "first step waits some seconds for it). auto compiles on a GPU.",
+        choices=("auto", "plain", "compiled"), free=True)
     head_gradient: str = flag(
         "auto", "how often autograd gets the gradient of the output layer: window (once per step, "
         "a float32 sum of its micro-batches until then), or micro_batch. auto takes window, but "
@@ -304,7 +307,7 @@ class OnPolicyFlags:
     on_policy: float = flag(
         0.0, "share of the samples that the student writes itself, 0 to 1, each in place of the "
         "text or of the assistant's last message. The teachers correct what it wrote by the same "
-        "loss; there is no cross-entropy on it. See docs/on_policy.md.", low=0)
+        "loss; there is no cross-entropy on it. See docs/on_policy.md.", low=0, high=1)
     prompt_key: str = flag(
         "", "column of the prompts of what the student writes, text or chats, and of those of "
         "completion_key. Empty: the first prompt_tokens of a text, or a chat before the "
@@ -322,7 +325,7 @@ class OnPolicyFlags:
         "counts as much more as the student would come there more often by now.", low=1, high=2**20)
     ratio: str = flag(
         "clamp", "of probabilities, by which such terms count. clamp: at most max_ratio. mask: 0 "
-        "outside of 1 / max_ratio to max_ratio.", choices=RATIOS)
+        "outside of 1 / max_ratio to max_ratio.", choices=("clamp", "mask"))
     max_ratio: float = flag(5.0, "see ratio, 1 or more.", low=1, high=1e6)
     rollout_temperature: float = flag(
         1.0, "of what the student writes, 0.001 to 1000.", low=LOWEST_TEMPERATURE, high=1e3)
@@ -395,7 +398,8 @@ class TeacherFlags:
         "entropy, max_prob: for each sample by how sure a teacher is of it (ce: nats per byte of "
         "its text). select: the teacher with the lowest ce alone. A teacher that does not read a "
         "sample has no weight there. mean_p, mean_logits: one loss, the first teacher's, against "
-        "the mean of teachers with one tokenizer.", choices=TEACHER_WEIGHTS)
+        "the mean of teachers with one tokenizer.",
+        choices=("fixed", "ce", "entropy", "max_prob", "select", "mean_p", "mean_logits"))
     teacher_alpha: float = flag(
         1.0, "with ce, entropy or max_prob the weights are softmax(teacher_alpha * score), so 0 "
         "gives equal ones.", low=0, high=1e6)
@@ -410,7 +414,7 @@ class TeacherFlags:
         "hidden", "what is kept of the teacher until a loss reads it. hidden: final hidden "
         "states. logits. topk: the most likely tokens and the text's own; all others are one "
         "event. Not for gold, h_kl and uld. A served teacher gives no more than topk.",
-        choices=TEACHER_OUTPUTS, key="teacher_output")
+        choices=("hidden", "logits", "topk"), key="teacher_output")
     teacher_output_topk: int = flag(
         256, "tokens of teacher_output topk.", low=1, high=2**20, key="teacher_output_topk")
 
@@ -423,8 +427,8 @@ class TeacherParallelismFlags:
         "auto", "replicated (a whole copy per rank), tensor_parallel (DeepSpeed's inference "
         "engine), transformers (its own tensor parallelism, over all ranks with teachers), zero3 "
         "(partitioned over these, for any architecture), or auto: the first of them that can "
-        "shard the model over teacher_tp ranks.", choices=("auto", *ENGINES), free=True,
-        key="engine")
+        "shard the model over teacher_tp ranks.", free=True, key="engine",
+        choices=("auto", "replicated", "tensor_parallel", "transformers", "zero3"))
     teacher_tp: int = flag(
         1, "neighboring ranks of a node that share one teacher. It divides the ranks of a node.",
         low=1, high=2**16, free=True, key="tp")
@@ -547,6 +551,14 @@ class Config(ModelFlags, DataFlags, LossFlags, OnPolicyFlags,
     FOREIGN: ClassVar[dict] = FOREIGN  # see `parse_flags`
     given: ClassVar[frozenset] = frozenset()  # flags of the command line; `parse_flags` sets it
 
+    @classmethod
+    def read(cls, words):
+        """Return the Config of a command line; --help and wrong flags end this process."""
+        with refusing():
+            if all(word.startswith("--local_rank") for word in words):  # the launcher's own
+                raise ValueError(f"nothing to do; begin with: {FIRST_COMMAND} (--help has more)")
+            return parse_flags(cls, words, file_flag="config")
+
     def __post_init__(self):
         if self.loss_memory_mib == "auto":
             self.loss_memory_mib = 0
@@ -566,17 +578,14 @@ class Config(ModelFlags, DataFlags, LossFlags, OnPolicyFlags,
         self._check_on_policy()
         sources_of(self)
         self._check_held_out()
-        self._check_teachers()
         self._check_presence()
+        self._check_teachers()
 
     @property
     def ranks_per_reader(self):
         return self.sequence_parallel * self.pipeline_parallel
 
     def _check_values(self):
-        for name in ("jsd_beta", "skew_lambda", "akl_alpha"):
-            if not 0 <= getattr(self, name) <= 1:
-                raise ValueError(f"--{name} {getattr(self, name)}: expected 0 to 1")
         if self.matched_weight != AUTO_WEIGHT and not 0 <= self.matched_weight <= 1:
             raise ValueError(f"--matched_weight {self.matched_weight}: expected 0 to 1, or "
                              f"{AUTO_WEIGHT:g} for the common fraction of the teacher's vocabulary")
@@ -620,8 +629,8 @@ class Config(ModelFlags, DataFlags, LossFlags, OnPolicyFlags,
                              "change the loss")
         if self.token_weights == "column" and not self.weight_key:
             raise ValueError("--token_weights column: of which column? name it with --weight_key")
-        of_entropy = self.token_weights in OF_ENTROPY
-        if of_entropy and LOSSES[self.loss].columns:
+        of_entropy = self.token_weights in ("sure", "unsure")
+        if of_entropy and loss_table()[self.loss].columns:
             raise ValueError(f"--token_weights {self.token_weights} with --loss {self.loss}: which "
                              "reads some columns of the teacher, and an entropy is of all; use "
                              "another loss")
@@ -632,9 +641,6 @@ class Config(ModelFlags, DataFlags, LossFlags, OnPolicyFlags,
                              "end; say by --eval_rows how many rows of it are used")
 
     def _check_on_policy(self):
-        if self.on_policy > 1:
-            raise ValueError(f"--on_policy {self.on_policy}: expected a share of the samples, 0 to "
-                             "1")
         if not 0 < self.rollout_top_p <= 1:
             raise ValueError(f"--rollout_top_p {self.rollout_top_p}: expected more than 0, at most "
                              "1")
@@ -659,6 +665,8 @@ class Config(ModelFlags, DataFlags, LossFlags, OnPolicyFlags,
 
     @property
     def teacher_kind(self):
+        from isogloss.teachers.kinds import kind_of  # late, like the table of losses
+
         return kind_of(self)
 
     @property
@@ -669,7 +677,7 @@ class Config(ModelFlags, DataFlags, LossFlags, OnPolicyFlags,
     @property
     def softens_truncated(self):
         """Whether the loss softens rows that keep some tokens alone."""
-        return self.temperature != 1 and LOSSES[self.loss].truncated == "softened"
+        return self.temperature != 1 and loss_table()[self.loss].truncated == "softened"
 
     def reading_of_rest(self, student, encoder):
         """Return how the loss reads truncated rows: (temperature of the rest, does it read draws?).
@@ -680,11 +688,11 @@ class Config(ModelFlags, DataFlags, LossFlags, OnPolicyFlags,
         Args:
             student, encoder: TextEncoder of the student and of the teacher.
         """
-        spec = LOSSES[self.loss]
+        spec = loss_table()[self.loss]
         if not self.softens_truncated:
             return 1.0, spec.reads_draws(self)
         sums_first = spec.needs == "spellings"
-        if sums_first and fingerprint(student.tokenizer) != fingerprint(encoder.tokenizer):
+        if sums_first and not student.has_tokenizer_of(encoder):
             return 1.0, False
         return self.temperature, spec.reads_draws(self)
 
@@ -695,10 +703,10 @@ class Config(ModelFlags, DataFlags, LossFlags, OnPolicyFlags,
             what: truncates, for the message.
         """
         # with --teachers each entry is checked
-        if self.kd_weight and not self.teachers and not LOSSES[self.loss].truncated:
+        if self.kd_weight and not self.teachers and not loss_table()[self.loss].truncated:
+            others = [name for name, spec in loss_table().items() if spec.truncated]
             raise ValueError(f"{what} with --loss {self.loss}: this loss reads all tokens of the "
-                             "teacher; keep hidden states, or use one of "
-                             f"{', '.join(losses_of_truncated())}")
+                             f"teacher; keep hidden states, or use one of {', '.join(others)}")
 
     def _check_teachers(self):
         kind = self.teacher_kind
@@ -817,7 +825,19 @@ def check_date(text):
         raise ValueError(f"--chat_date {text}: expected a date like 2026-05-01")
 
 
+def check_quantization(method):
+    """Raise a ValueError where what --quantize needs is not installed."""
+    if method and importlib.util.find_spec("bitsandbytes") is None:
+        raise ValueError(f"--quantize {method}: needs bitsandbytes, which is not installed; pip "
+                         "install bitsandbytes==0.50.2")
+
+
 # --- several teachers -----------------------------------------------------------------------------
+
+
+def loss_flags():
+    """List the flags that losses read, in the order of the table, each once."""
+    return list(dict.fromkeys(sum((spec.flags for spec in loss_table().values()), ())))
 
 
 def teacher_keys():

@@ -13,9 +13,13 @@ import json
 import os
 import shutil
 import sys
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+
+from isogloss.command import tool
+
+if __name__ == "__main__":  # flags come before torch is imported
+    raise SystemExit(tool("export"))
 
 import torch
 import torch.distributed as dist
@@ -30,7 +34,6 @@ from isogloss.config import configs_by_teacher, template_kwargs
 from isogloss.data.ends import load_generation, write_generation
 from isogloss.data.sample import TextEncoder
 from isogloss.flags.model_names import ADAPTER_CONFIG
-from isogloss.flags.parse import check_flags, flag, tool
 from isogloss.job.files import (
     check_shared,
     check_writable,
@@ -271,30 +274,6 @@ def export_projection(engine, learned_projection, target):
 # --- the command line: any checkpoint -------------------------------------------------------------
 
 
-@dataclass(kw_only=True)
-class Args:
-    """Export the student of a checkpoint: python -m isogloss.export runs/a --step 400."""
-
-    run: str = flag("", "--output_dir of the run.")
-    step: int = flag(0, "of the checkpoint; 0: the newest one.", low=0, high=10**12)
-    output: str = flag(
-        "", "directory for the student, an earlier export or none; empty: export_STEP in the run.")
-    push_to_hub: str = flag(
-        "", "repository of the hub to upload it to, as in me/student; it is made if there is "
-        "none. An adapter of a base model without a hub id is refused. You are logged in by `hf "
-        "auth login`, or HF_TOKEN. Empty: none.")
-    private: bool = flag(False, "make that repository a private one.")
-    trust_remote_code: bool = flag(
-        False, "run the Python code that comes with the student, which can do anything.")
-
-    def __post_init__(self):
-        check_flags(self)
-        if self.push_to_hub.count("/") != bool(self.push_to_hub):
-            raise ValueError(f"--push_to_hub {self.push_to_hub}: expected OWNER/NAME")
-        if self.private and not self.push_to_hub:
-            raise ValueError("--private: of a repository of the hub; name it with --push_to_hub")
-
-
 def export_checkpoint(args):
     """Write the student of a checkpoint; return the Path of its directory."""
     if not args.run:
@@ -369,11 +348,3 @@ def main(args):
     if args.push_to_hub:
         push(folder, args.push_to_hub, args.private)
         print(f"pushed to {args.push_to_hub}")
-
-
-def cli(argv=None):
-    tool(Args, main, positional=("run",), argv=argv)
-
-
-if __name__ == "__main__":
-    cli()

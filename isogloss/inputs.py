@@ -43,8 +43,8 @@ from isogloss.data.sample import TextEncoder
 from isogloss.data.workers import Loader
 from isogloss.errors import DataError
 from isogloss.evaluation.task_model import TaskEncoder
+from isogloss.evaluation.task_options import TaskOptions
 from isogloss.evaluation.task_suite import TaskSuite, load_suite
-from isogloss.evaluation.tasks import TaskOptions
 from isogloss.export import check_results
 from isogloss.flags.model_names import split_revision
 from isogloss.flags.parse import is_table

@@ -55,13 +55,18 @@ from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
 
+from isogloss.command import tool
+
+if __name__ == "__main__":  # flags come before torch is imported
+    raise SystemExit(tool("plan"))
+
 import torch
 import yaml
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from isogloss.config import MOST_AUTO_MIB, Config, configs_by_teacher
 from isogloss.flags.model_names import read_model_name
-from isogloss.flags.parse import MISSING, check_flags, flag, parse_flags, shipped, tool
+from isogloss.flags.parse import parse_flags, shipped
 from isogloss.job.layout import Roles, check_teacher_ranks, teacher_groups
 from isogloss.models.pretrained import load_config
 from isogloss.models.quantized import BYTES
@@ -558,27 +563,6 @@ def advice(needs, gpu_gib):
 # --- command line ---------------------------------------------------------------------------------
 
 
-@dataclass(kw_only=True)
-class Args:
-    """Say what a run needs: memory of a rank, bytes that it sends, what to choose."""
-
-    recipe: str = flag(MISSING, "YAML file of flags of distill.py.")
-    gpus: int = flag(
-        0, 'of the job. 0: as many as the recipe is for, by its comment "# GPUs: 16 of 80 '
-        'GiB, 8 on a node"; 8 without one.', low=0, high=2**20)
-    per_node: int = flag(
-        0, "of one node. 0: as the recipe says, or as many, at most 8.", low=0, high=2**20)
-    gpu_gib: float = flag(
-        0.0, "memory of one, GiB. 0: as the recipe says, or 80.", low=0, high=2**20)
-    tflops: float = flag(
-        989.0, "peak of one in bfloat16, 10^12 operations a second.", low=1, high=1e6)
-    mfu: float = flag(0.17, "share of the peak that a step reaches.", low=0.001, high=1)
-    dollars: float = flag(2.5, "price of one for an hour.", low=0, high=1e4)
-
-    def __post_init__(self):
-        check_flags(self)
-
-
 def gpus_of(args):
     """Return (GPUs, GPUs of a node, GiB of one), where flags win over the recipe's comment."""
     stated = GPUS.search(Path(args.recipe).read_text())
@@ -644,11 +628,3 @@ def main(args):
 def summary_of(need):
     return (f"{need.peak / GIB:.1f} GiB at most, {(need.sent - need.sent_to_nodes) / GIB:.1f} sent "
             f"in its node and {need.sent_to_nodes / GIB:.1f} to others in a step")
-
-
-def cli(argv=None):
-    tool(Args, main, positional=("recipe",), argv=argv)
-
-
-if __name__ == "__main__":
-    cli()

@@ -15,8 +15,7 @@ import sys
 from dataclasses import dataclass
 
 from isogloss.curves import DEFAULT, available, drawn_curves, panels_of, picture, read_run
-from isogloss.flags.parse import check_types, expanded, flag, parse_flags
-from isogloss.projection_tools.files import check_output
+from isogloss.flags.parse import check_output, check_types, expanded, flag, parse_flags, refusing
 
 MARKS = "●○■□▲△◆◇"  # of the runs, in a terminal
 HEIGHT = 14  # lines of a panel in a terminal
@@ -144,15 +143,12 @@ def run_on_folders(kind, main, program, argv=None):
     folders = []
     while words and not words[0].startswith("-"):
         folders.append(words.pop(0))
-    try:
+    with refusing(program, loud=True):
         folders = [expanded("run", folder) for folder in folders]
         args = parse_flags(kind, words)
         if not folders:
             raise ValueError(f"expected one or more runs, as in python -m {program} runs/a")
         main(folders, args)
-    except ValueError as error:
-        print(f"{program}: {error}", file=sys.stderr)
-        raise SystemExit(2) from None
 
 
 def cli(argv=None):

@@ -10,8 +10,12 @@ Tests: tests/test_tasks.py.
 
 import json
 import os
-from dataclasses import dataclass
 from pathlib import Path
+
+from isogloss.command import tool
+
+if __name__ == "__main__":  # flags come before torch is imported
+    raise SystemExit(tool("tasks"))
 
 import torch
 import torch.distributed as dist
@@ -20,48 +24,11 @@ from isogloss.data.ends import load_generation, stop_ids
 from isogloss.data.sample import TextEncoder
 from isogloss.evaluation.task_model import TaskEncoder
 from isogloss.evaluation.task_suite import load_suite
-from isogloss.evaluation.tasks import TaskOptions
-from isogloss.flags.parse import MISSING, flag, tool
 from isogloss.job.counts import global_sums
 from isogloss.job.rendezvous import values_of_ranks
 from isogloss.models.pretrained import load_config, load_model
 from isogloss.projection_tools.tokenizers import load_tokenizer
 from isogloss.rollout import needs_equal_lengths
-
-
-@dataclass(kw_only=True)
-class Args(TaskOptions):
-    """Evaluate a model on tasks, and print a table."""
-
-    model: str = flag(MISSING, "hub id or directory of a causal language model.")
-    tasks: str = flag(
-        MISSING, "some of mmlu, mmlu_continuation, lambada, gsm8k, humaneval_plus, mbpp_plus and "
-        "lm_eval:NAME of lm-evaluation-harness, with commas.")
-    output: str = flag("", "file for one JSON line per item: task, id, prediction, verdict, nats.")
-    dtype: str = flag(
-        "auto", "auto (that of the files), float32, bfloat16 or float16.",
-        choices=("auto", "float32", "bfloat16", "float16"))
-    trust_remote_code: bool = flag(False, "run Python code that comes with the model.")
-
-    def __post_init__(self):
-        super().__post_init__()
-        if self.output:
-            check_output(Path(self.output))
-
-
-def check_output(path):
-    """Raise a ValueError where a file cannot be written, before there is something to write."""
-    if not path.parent.is_dir():
-        raise ValueError(f"--output {path}: the folder {path.parent} does not exist")
-    try:
-        is_new = not path.exists()
-        with open(path, "ab"):
-            pass
-        if is_new:
-            path.unlink(missing_ok=True)  # another rank may have been faster
-    except OSError as error:
-        raise ValueError(f"--output {path}: cannot be written ({error.strerror}); name a file "
-                         "that can") from None
 
 
 def check_finite(path, model):
@@ -146,11 +113,3 @@ def main(args):
             write_records(args.output, records)
     if size > 1:
         dist.destroy_process_group()
-
-
-def cli(argv=None):
-    tool(Args, main, argv=argv)
-
-
-if __name__ == "__main__":
-    cli()

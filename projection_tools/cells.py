@@ -13,8 +13,8 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from isogloss.flags.parse import MOST_SLOTS, OLD_NAMES, flag, tool
-from isogloss.projection_tools.files import cached, check_output, save_atomically
+from isogloss.flags.parse import MOST_SLOTS, OLD_NAMES, check_output, flag, tool
+from isogloss.projection_tools.files import cached, save_atomically
 from isogloss.projection_tools.tokenizers import PairArgs, tokenizer_metadata
 from isogloss.spelling import build_translation_tables
 

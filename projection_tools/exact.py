@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from isogloss.flags.parse import MISSING, OLD_NAMES, flag, tool
+from isogloss.flags.parse import MISSING, OLD_NAMES, check_output, flag, tool
 from isogloss.projection_tools.arrays import widen
-from isogloss.projection_tools.files import check_output, finish, load_arrays
+from isogloss.projection_tools.files import finish, load_arrays
 from isogloss.projection_tools.tokenizers import PairArgs
 from isogloss.spelling import all_bytes, spell
 

@@ -17,6 +17,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from isogloss.flags.parse import check_output
 from isogloss.projection_tools.arrays import describe
 from isogloss.projection_tools.tokenizers import tokenizer_metadata
 
@@ -40,16 +41,6 @@ def as_tables(projection, pair, tool):
         "tool": tool,
     }
     return tables | tokenizer_metadata(pair)
-
-
-def check_output(path):
-    """Check that a path can be the name of a file to write; a device or a pipe would be replaced.
-
-    Raises:
-        ValueError: something else than a file has that name.
-    """
-    if os.path.exists(path) and not os.path.isfile(path):
-        raise ValueError(f"{path}: is no file that could be written anew; name another one")
 
 
 def save_atomically(tables, path):

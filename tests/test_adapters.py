@@ -19,7 +19,7 @@ from isogloss.flags.model_names import ModelName, read_model_name
 from isogloss.flags.parse import parse_flags
 from isogloss.inputs import load_text_encoder
 from isogloss.log import model_versions
-from isogloss.models import adapters, quantized
+from isogloss.models import adapters
 from isogloss.models.pretrained import check_weights, load_model
 from isogloss.student.engine import EngineRunner
 from isogloss.teachers import model as model_teachers
@@ -418,7 +418,7 @@ def test_four_bits_need_their_library_and_no_shards(models, tmp_path, monkeypatc
     config = ds_config(tmp_path / "ds.json", 3, 1, 1)
     check_refusals(flags | {"teacher": str(models[1]), "max_length": 99},
                    [({"ds_config": config}, "has ZeRO-3, which cuts weights")])
-    monkeypatch.setattr(quantized.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(adapters.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ValueError, match="needs bitsandbytes, which is not installed; pip install"):
         Config(**flags)
 

@@ -16,6 +16,7 @@ import torch
 import jobs
 import ranks
 from isogloss import cache
+from isogloss.command import CacheArgs
 from isogloss.config import Config
 from isogloss.data.batch import Collator, PairOptions
 from isogloss.errors import DataError
@@ -55,7 +56,7 @@ def write(argv_list, shard_bytes=None, die_at=None):
         cache.cache_files.write_tensors = write_half
     with end_together():
         for argv in argv_list:
-            cache.run(parse_flags(cache.Args, argv), device)
+            cache.run(parse_flags(CacheArgs, argv), device)
 
 
 def bytes_of(folder):
@@ -411,7 +412,7 @@ def test_a_writer_does_not_mix_caches(models, data, caches, tmp_path):
         unfit[f"--teacher=http://h --teacher_tokenizer=T {flags}"] = expected
     for flags, expected in unfit.items():
         with pytest.raises(ValueError, match=expected):
-            parse_flags(cache.Args, [*common, f"--output={tmp_path / 'no'}", *flags.split()])
+            parse_flags(CacheArgs, [*common, f"--output={tmp_path / 'no'}", *flags.split()])
     lines = []
     for argv in commands:  # a refused command ends its process group
         lines += ranks.run(1, end_beside_another, argv, begun)
@@ -457,7 +458,7 @@ def test_a_cache_is_pushed_and_read_from_the_hub(models, data, caches, tmp_path,
                         lambda self, name, **options: calls.append((name, options)))
     monkeypatch.setattr(cache.HfApi, "upload_folder", lambda self, **options: shutil.copytree(
         options["folder_path"], hub / options["repo_id"]))
-    args = parse_flags(cache.Args, [f"--teacher={models[1]}", *data, f"--output={caches['20']}",
+    args = parse_flags(CacheArgs, [f"--teacher={models[1]}", *data, f"--output={caches['20']}",
                                     "--push_to_hub=me/cache", "--private"])
     cache.push(args)
     assert calls == [("me/cache", {"repo_type": "dataset", "private": True, "exist_ok": True})]
@@ -475,4 +476,4 @@ def test_a_cache_is_pushed_and_read_from_the_hub(models, data, caches, tmp_path,
     with pytest.raises(ValueError, match="hf://datasets/no/cache: cannot be downloaded"):
         cache_files.local_cache("hf://datasets/no/cache")
     with pytest.raises(ValueError, match="--push_to_hub me: expected OWNER/NAME"):
-        parse_flags(cache.Args, ["--teacher=t", "--data=d", "--output=o", "--push_to_hub=me"])
+        parse_flags(CacheArgs, ["--teacher=t", "--data=d", "--output=o", "--push_to_hub=me"])

@@ -11,8 +11,9 @@ import torch
 from conftest import asset
 from isogloss.evaluation import code_tasks, sandbox
 from isogloss.evaluation.code_runner import Digest, Unknown, decode, digest, encode, encode_output
+from isogloss.evaluation.task_options import TaskOptions
 from isogloss.evaluation.task_suite import load_suite
-from isogloss.evaluation.tasks import TaskOptions, load_code_task
+from isogloss.evaluation.tasks import load_code_task
 from test_sandbox import needs_sandbox
 from test_tasks import loaded
 

@@ -9,10 +9,17 @@ import torch
 
 from cases import close, gradient
 from isogloss import losses
-from isogloss.config import Config, configs_by_teacher, routes_by_teacher, teacher_keys
+from isogloss.config import (
+    Config,
+    configs_by_teacher,
+    loss_flags,
+    routes_by_teacher,
+    teacher_keys,
+)
 from isogloss.flags.parse import choices_of, help_text
-from isogloss.objective.loss_table import LOSSES, LossSpec, build_loss, loss_flags
+from isogloss.objective.loss_table import LOSSES, LossSpec, build_loss
 from isogloss.projection_tools.build import cached_projection
+from isogloss.teachers.model import ENGINES
 from isogloss.tile_plan import SubTile
 from tokens import pair_of
 
@@ -31,6 +38,8 @@ def test_help_names_every_choice_and_losses_read_flags_that_there_are():
             assert choice in text, (entry.name, choice)
     for name, spec in LOSSES.items():
         assert set(spec.flags) <= set(NAMES), name
+    engines = choices_of(Config.__dataclass_fields__["teacher_engine"])
+    assert set(engines) == {"auto", *ENGINES}
 
 
 def test_the_memory_of_the_loss_follows_the_device(monkeypatch):

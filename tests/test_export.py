@@ -20,6 +20,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import ranks
 from isogloss import export, log
 from isogloss.checkpoints import model_card, run_identity
+from isogloss.command import tool
 from isogloss.config import Config
 from isogloss.flags import model_names
 from isogloss.job import launch
@@ -225,7 +226,7 @@ def test_a_checkpoint_exports_what_the_job_does(exported, name, capsys):
     The student's own generation settings stay whole; eos ends every text that it learns from.
     """
     run = exported / name
-    export.cli([str(run)])
+    tool("export", [str(run)])
     assert capsys.readouterr().out == f"{run / 'export_0000002'}\n"
     of_job = run / "student"
     of_command = run / "export_0000002"
@@ -245,7 +246,7 @@ def test_a_checkpoint_exports_what_the_job_does(exported, name, capsys):
         assert "adapter_model.safetensors" in os.listdir(of_job)
         return
     # an earlier step has other weights, from its own checkpoint
-    export.cli([str(run), "--step=1", f"--output={run / 'first'}"])
+    tool("export", [str(run), "--step=1", f"--output={run / 'first'}"])
     first = weights_of(run / "first")
     last = weights_of(of_job)
     assert first.keys() == last.keys()
@@ -273,7 +274,7 @@ def test_a_full_disk_is_one_line_and_leaves_nothing(exported, file, capsys):
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert f"--output {output}: cannot be written (" in error and "File too large" in error
     assert not [path.name for path in exported.iterdir() if output.name in path.name]
-    export.cli(command)
+    tool("export", command)
     assert (output / file).exists()
 
 
@@ -442,7 +443,7 @@ def refuse(*args, **options):
 def test_an_export_is_pushed_as_it_is(exported, hub, monkeypatch, capsys):
     output = exported / "pushed"
     command = [str(exported / "pipeline"), f"--output={output}"]
-    export.cli([*command, "--push_to_hub=me/student", "--private"])
+    tool("export", [*command, "--push_to_hub=me/student", "--private"])
     assert "pushed to me/student" in capsys.readouterr().out
     (first, args, options, _), (second, _, upload, files) = hub
     assert (first, args, options) == ("create_repo", ("me/student",),

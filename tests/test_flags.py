@@ -3,12 +3,15 @@
 import json
 import os
 import re
+import subprocess
+import sys
 from dataclasses import MISSING, dataclass, fields
 
 import pytest
 
-from isogloss import cache, distill, export, plan, plot, tasks
-from isogloss.config import Config, configs_by_teacher
+from conftest import ROOT
+from isogloss import command, distill, plot
+from isogloss.config import FIRST_COMMAND, Config, configs_by_teacher
 from isogloss.flags import parse as flags
 from isogloss.flags.parse import PATH_FLAGS, check_types, expanded, help_text, parse_flags
 from isogloss.projection_tools import (
@@ -24,7 +27,8 @@ from isogloss.projection_tools import (
 
 TOOLS = (build, compare, cut, exact, generate, multitoken, show)
 KINDS = {tool.__name__: tool.Args for tool in TOOLS} | {"distill": Config}
-COMMANDS = KINDS | {tool.__name__: tool.Args for tool in (cells, cache, export, plan, plot, tasks)}
+COMMANDS = KINDS | {tool.__name__: tool.Args for tool in (cells, plot)}
+COMMANDS |= {f"isogloss.{name}": kind for name, (kind, _) in command.TOOLS.items()}
 
 
 @dataclass(kw_only=True)
@@ -234,7 +238,7 @@ def test_every_number_has_bounds():
     for kind in COMMANDS.values():
         for entry in fields(kind):
             is_number = entry.type in (int, float) and entry.name != "local_rank"
-            if is_number and kind is not tasks.Args:
+            if is_number and kind is not command.TaskArgs:
                 for value in (-1e300, 1e300) if entry.type is float else (-10**30, 10**30):
                     with pytest.raises(ValueError, match=entry.name):
                         parse_flags(kind, words_for(kind, **{entry.name: value}))
@@ -272,6 +276,35 @@ def test_help_anywhere_ends_with_code_0(argv, capsys):
     assert ended.value.code == 0 and "flags:" in out and "--old_text for --text" in out
 
 
+FRESH = """
+import contextlib, runpy, sys
+from isogloss import command
+
+def run(program, *words):
+    sys.argv = [program, *words]
+    if program == "isogloss-distill":
+        command.main()
+    start = runpy.run_path if program.endswith(".py") else runpy.run_module
+    start(program, run_name="__main__")
+
+for line in ["distill.py", "distill.py --lr 1", "distill.py --steps 0", "distill.py --help",
+             "isogloss-distill --help", "isogloss.plot --help",
+             *(f"isogloss.{name} --help" for name in command.TOOLS)]:
+    with contextlib.suppress(SystemExit):
+        run(*line.split())
+        raise AssertionError(line)
+    loaded = {"torch", "transformers", "datasets", "deepspeed"} & sys.modules.keys()
+    assert not loaded, (line, loaded)
+"""
+
+
+def test_help_and_wrong_flags_do_not_wait_for_torch():
+    done = subprocess.run([sys.executable, "-c", FRESH], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "--lr; it is --learning_rate" in done.stderr and "--steps 0: expected 1" in done.stderr
+    assert "--pipeline_parallel INT (default: 1)" in done.stdout and "--gpu_gib" in done.stdout
+
+
 def test_the_answers_to_words_of_other_trainers_exist():
     ours = set(Config.__dataclass_fields__)
     assert not ours & set(Config.FOREIGN)
@@ -296,6 +329,6 @@ def test_who_says_nothing_hears_a_first_command(words, capsys):
         distill.cli(words)
     assert ended.value.code == 2
     said = capsys.readouterr().err
-    assert said.count("\n") == 1 and distill.FIRST_COMMAND in said
-    flags = re.findall(r"--(\w+) (\S+)", distill.FIRST_COMMAND)
+    assert said.count("\n") == 1 and FIRST_COMMAND in said
+    flags = re.findall(r"--(\w+) (\S+)", FIRST_COMMAND)
     parse_flags(Config, [f"--{name}={value}" for name, value in flags])

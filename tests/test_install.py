@@ -11,6 +11,7 @@ from importlib import metadata
 import pytest
 
 from conftest import ROOT
+from isogloss import __version__
 from isogloss.command import split_words, with_free_port
 from jobs import write_corpus
 
@@ -33,6 +34,15 @@ def test_a_job_of_one_node_has_a_port_of_its_own():
     assert 1024 < int(port.removeprefix("--master_port=")) < 65536
     for words in (["--master_port", "1"], ["--hostfile=h"], ["-H", "h"]):
         assert with_free_port(words) == words
+
+
+def test_one_version_everywhere():
+    expected = {"README.md": ["Version {}.", "version = {{{}}}"], "CHANGELOG.md": ["\n## {}"],
+                "CITATION.cff": ["\nversion: {}\n", "\n  version: {}\n"]}
+    for name, lines in expected.items():
+        text = (ROOT / name).read_text()
+        for line in lines:
+            assert line.format(__version__) in text, (name, line)
 
 
 @pytest.fixture(scope="module")
@@ -70,7 +80,7 @@ def test_modules_and_tools_of_an_installation(installed, tmp_path):
             "from isogloss import CrossTokenizerKD, losses, align; "
             "print(isogloss.__version__, losses.__file__)")
     version, path = run(installed, tmp_path, "python", "-c", code).split()
-    assert version == "0.1.0"
+    assert version == __version__
     assert path.startswith(str(installed[0].parent))
     assert "--top_k" in run(installed, tmp_path, "python", "-m", "isogloss.projection_tools.build",
                             "--help")

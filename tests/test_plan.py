@@ -13,13 +13,13 @@ import ranks
 from benchmarks.memory import flags_of, measure, prepare
 from conftest import ROOT, asset
 from isogloss import plan as planning
+from isogloss.command import PlanArgs, tool
 from isogloss.config import Config
 from isogloss.flags.parse import parse_flags
 from isogloss.job.launch import start_distributed
 from isogloss.job.layout import Replica
 from isogloss.plan import (
     GIB,
-    Args,
     Need,
     advice,
     gpus_of,
@@ -231,10 +231,10 @@ def test_what_distill_refuses_is_not_approved(cfg, message):
 def test_a_recipe_says_for_which_gpus_it_is(tmp_path):
     path = tmp_path / "a.yaml"
     path.write_text("# GPUs: 16 of 40 GiB, 4 on a node\nsteps: 1\n")
-    assert gpus_of(Args(recipe=str(path))) == (16, 4, 40)
-    assert gpus_of(Args(recipe=str(path), gpus=2, gpu_gib=80.0)) == (2, 2, 80)
+    assert gpus_of(PlanArgs(recipe=str(path))) == (16, 4, 40)
+    assert gpus_of(PlanArgs(recipe=str(path), gpus=2, gpu_gib=80.0)) == (2, 2, 80)
     path.write_text("steps: 1\n")
-    assert gpus_of(Args(recipe=str(path))) == (8, 8, 80)
+    assert gpus_of(PlanArgs(recipe=str(path))) == (8, 8, 80)
 
 
 def test_the_peak_is_what_stays_and_the_largest_of_three():
@@ -262,8 +262,7 @@ def test_the_choice_fits_and_sends_least():
 
 def test_the_command_says_what_to_choose(capsys, monkeypatch):
     monkeypatch.chdir(ROOT)
-    planning.tool(planning.Args, planning.main, positional=("recipe",), argv=[
-        "recipes/qwen3_8b_to_smollm2_1.7b.yaml", "--gpus=8", "--gpu_gib=24"])
+    tool("plan", ["recipes/qwen3_8b_to_smollm2_1.7b.yaml", "--gpus=8", "--gpu_gib=24"])
     printed = capsys.readouterr().out
     assert "DOES NOT FIT 95% of 24 GiB" in printed
     # 16.4 GB of teacher leave no room, over two ranks they do
@@ -275,7 +274,7 @@ def test_the_command_says_what_to_choose(capsys, monkeypatch):
                           (["recipes/on_policy_maths.yaml", "--gpu_gib=-1"], "--gpu_gib -1"),
                           (["recipes/llama_3.1_70b_to_8b.yaml", "--gpus=4"], "--teacher_tp 8: d")):
         with pytest.raises(SystemExit):
-            planning.tool(planning.Args, planning.main, positional=("recipe",), argv=argv)
+            tool("plan", argv)
         assert message in capsys.readouterr().err
 
 
@@ -294,7 +293,7 @@ def test_time_and_price_follow_from_operations(monkeypatch):
     P, Q = [shape_of("student", name).weights for name in (cfg.student, cfg.teacher)]
     assert need.operations == pytest.approx((8 * P + 2 * Q) * positions)  # with checkpointing
     assert need.tokens == 96 * 2048 and need.beside == 0
-    args = Args(recipe=recipe, tflops=500.0, mfu=0.2, dollars=3.0)
+    args = PlanArgs(recipe=recipe, tflops=500.0, mfu=0.2, dollars=3.0)
     step, run = time_and_price(need, cfg, 16, args)
     seconds = need.operations / 1e14
     assert f"a step: {seconds:.3g} s, {96 * 2048 / seconds:,.0f} tokens a second" in step

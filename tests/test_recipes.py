@@ -47,7 +47,8 @@ def test_a_recipe_is_a_command_line(path, monkeypatch):
 
 @pytest.mark.parametrize("path", LARGE, ids=lambda path: path.stem)
 def test_the_readme_says_what_a_recipe_needs_and_that_it_has_not_run(path, monkeypatch):
-    from isogloss.plan import GIB, Args, gpus_of, plan
+    from isogloss.command import PlanArgs
+    from isogloss.plan import GIB, gpus_of, plan
 
     monkeypatch.chdir(ROOT)
     text = path.read_text()
@@ -56,7 +57,7 @@ def test_the_readme_says_what_a_recipe_needs_and_that_it_has_not_run(path, monke
     name = rf"\[{re.escape(path.stem)}\]\({re.escape(path.name)}\)"
     row = re.search(rf"\| {name} \|(.*)\|.*not yet run", README)[1]
     gpus, memory, sent, *_ = row.split("|")
-    num_gpus, per_node, _ = gpus_of(Args(recipe=str(path)))
+    num_gpus, per_node, _ = gpus_of(PlanArgs(recipe=str(path)))
     assert "# GPUs: " in text and num_gpus == int(re.search("[0-9]+", gpus)[0])
     need = plan(cfg, num_gpus, per_node=per_node)
     assert float(memory) == pytest.approx(need.peak / GIB, abs=0.5)

@@ -16,9 +16,10 @@ import torch
 from conftest import ROOT
 from hub_copies import HAS_LM_EVAL, needs_lm_eval, write_copy
 from isogloss import tasks
+from isogloss.command import TaskArgs, tool
 from isogloss.evaluation.task_model import TaskEncoder
+from isogloss.evaluation.task_options import TaskOptions
 from isogloss.evaluation.task_suite import load_suite
-from isogloss.evaluation.tasks import TaskOptions
 from wrong_input import error_line
 
 
@@ -95,7 +96,7 @@ def test_the_command_prints_a_table_and_writes_records(models, files, tmp_path, 
     """On two ranks, as torchrun starts them, the same: 13 items, unequal numbers of them."""
     words = [f"--model={models[0]}", "--tasks=lambada,gsm8k", f"--data={files}",
              "--shots=2", "--max_new_tokens=20"]
-    tasks.cli([*words, f"--output={tmp_path / 'one.jsonl'}"])
+    tool("tasks", [*words, f"--output={tmp_path / 'one.jsonl'}"])
     printed = capsys.readouterr()
     assert printed.err == ""
     assert printed.out.splitlines()[0] == "| task | metric | value | stderr | seconds |"
@@ -141,7 +142,7 @@ WRONG = {
     "--limit=100000000000": "--limit 100000000000: expected",
     "--seed=4294967296": "--seed 4294967296: expected",
     "--output={damaged}": "cannot be written (Is a directory",
-    "--output=none/file.jsonl": "the folder none does not exist",
+    "--output=none/file.jsonl": "cannot be written (No such file",
     "--dtype=float8": "--dtype float8: expected one of auto, float32",
     "--model=none/at-all": "--model none/at-all: its tokenizer cannot be",
     "--shot=5": "unknown flag --shot; did you mean --shots?",
@@ -174,7 +175,7 @@ def test_an_output_is_not_written_before_its_time(tmp_path):
     kept = tmp_path / "kept.jsonl"
     kept.write_text("a record\n")
     for path in (kept, tmp_path / "new.jsonl"):
-        tasks.Args(model="m", tasks="mmlu", output=str(path))
+        TaskArgs(model="m", tasks="mmlu", output=str(path))
     assert kept.read_text() == "a record\n" and not (tmp_path / "new.jsonl").exists()
 
 

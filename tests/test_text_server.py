@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from isogloss.errors import DataError
+from isogloss.flags.model_names import is_address
 from isogloss.teachers import text_server
 from isogloss.teachers.text_server import Address, Requests, TextServer, api_key
 from text_servers import StandIn
@@ -212,7 +213,7 @@ def test_addresses():
     assert Address.of("http://host:8000") == ("http://host:8000", "")
     assert Address.of("https://host/pre/v1/#a/b") == ("https://host/pre", "a/b")
     assert Address.of("HTTP://[::1]:80/v1") == ("http://[::1]:80", "")
-    assert text_server.is_address("HTTP://host") and not text_server.is_address("org/http-model")
+    assert is_address("HTTP://host") and not is_address("org/http-model")
     for url in ("http://", "http://host:port", "https:///v1"):
         with pytest.raises(ValueError, match="no address of a server"):
             Address.of(url)

@@ -12,6 +12,7 @@ from typing import NamedTuple
 import pytest
 
 import ranks
+from isogloss.command import tool
 from jobs import run_distill, short_run
 
 
@@ -78,11 +79,14 @@ def error_line(capsys, module, argv, program=None, printed=None):
     """Return the one line with which a tool's command line ends, with code 2.
 
     Args:
-        program: by which name the line begins; None: that of the module.
+        program: isogloss. and one of `command.TOOLS`, as the line begins; None: the module.
         printed: what it prints before; None: anything.
     """
     with pytest.raises(SystemExit) as ended:
-        module.cli(argv)
+        if program:
+            tool(program.removeprefix("isogloss."), argv)
+        else:
+            module.cli(argv)
     out, error = capsys.readouterr()
     assert ended.value.code == 2 and printed in (None, out)
     assert error.count("\n") == 1, error

@@ -23,8 +23,6 @@ STRINGS = ("string", "large_string")
 ROWS_TO_TRY = 8  # rows that have to tell what a column holds where its type does not
 # What the names of builders of the hub begin with -> our reader.
 READERS_OF_HUB = {"Json": "json", "Csv": "csv"}
-# What --txt_samples says -> what `datasets` calls it.
-TXT_SAMPLES = {"line": "line", "paragraph": "paragraph", "file": "document"}
 
 
 @dataclass
@@ -158,9 +156,9 @@ def _open_files(request, splits):
     if kind == "text" and request.streaming and request.txt_samples == "line":
         return _open_rows(request, kind, {"text": datasets.Value("string")}, wanted)
     if kind == "text":
+        sample = "document" if request.txt_samples == "file" else request.txt_samples
         # -sig: a byte order mark is no text
-        return _read_files(request, kind, wanted, {
-            "encoding": "utf-8-sig", "sample_by": TXT_SAMPLES[request.txt_samples]})
+        return _read_files(request, kind, wanted, {"encoding": "utf-8-sig", "sample_by": sample})
     features = _features_of(request, kind, files, is_local)
     if kind == "parquet":
         return _read_files(request, kind, wanted, {"columns": list(features)})

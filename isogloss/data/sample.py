@@ -23,13 +23,12 @@ from isogloss.align import (
     adds_bos,
     align_located,
     common_cut,
+    fingerprint,
     locate,
 )
 from isogloss.align_dp import align_dp
 from isogloss.data.long_texts import check_size
 from isogloss.data.turns import Template, behind_answer, header_of
-
-ALIGNERS = "bytes", "dp"
 
 
 class TokenBeyondHead(ValueError):
@@ -123,6 +122,9 @@ class TextEncoder:
         encodings = self.tokenizer.backend_tokenizer.encode_batch_fast(
             texts, add_special_tokens=False)
         return [encoding.ids for encoding in encodings]
+
+    def has_tokenizer_of(self, other):
+        return fingerprint(self.tokenizer) == fingerprint(other.tokenizer)
 
     def check_ids(self, ids):
         check_ids(ids, len(self.table), self.tokenizer)

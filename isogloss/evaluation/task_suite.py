@@ -16,7 +16,8 @@ import torch
 from isogloss.evaluation import harness
 from isogloss.evaluation.code_tasks import FILES as CODE_TASKS
 from isogloss.evaluation.task_model import GaveUp, TaskEncoder, evaluation_mode
-from isogloss.evaluation.tasks import TaskOptions, load_code_task, run_code_task
+from isogloss.evaluation.task_options import TaskOptions
+from isogloss.evaluation.tasks import load_code_task, run_code_task
 
 
 @dataclass

@@ -82,6 +82,10 @@ class ModelName(NamedTuple):
         return self.base, self.revision
 
 
+def is_address(name):
+    return str(name).lower().startswith(("http://", "https://"))
+
+
 def split_revision(name):
     """Return (hub id or directory, revision or None) of a name like org/name@revision."""
     base, at, revision = name.rpartition("@")

@@ -18,6 +18,7 @@ import re
 import shutil
 import sys
 import textwrap
+from contextlib import contextmanager
 from dataclasses import MISSING, fields
 from pathlib import Path
 
@@ -111,9 +112,9 @@ def check_flags(config):
             raise ValueError(f"--{entry.name} {value}: expected {low} or more")
         if high is not None and value > high:
             raise ValueError(f"--{entry.name} {value}: expected {high} or less")
-        choices = choices_of(entry)
-        if choices and value not in choices:
-            raise ValueError(f"--{entry.name} {value}: expected one of {', '.join(choices)}")
+        if value != entry.default and value not in (choices_of(entry) or [value]):
+            raise ValueError(f"--{entry.name} {value}: expected one of "
+                             f"{', '.join(choices_of(entry))}")
 
 
 # --- values ---------------------------------------------------------------------------------------
@@ -474,7 +475,55 @@ def _flag_help(field, width):
     return f"  --{field.name} {_type_name(field)} ({note})\n{about}"
 
 
+# --- errors ---------------------------------------------------------------------------------------
+
+
+def program_name():
+    """Return what messages call this program: distill.py, or the module that runs by itself."""
+    spec = getattr(sys.modules["__main__"], "__spec__", None)
+    name = getattr(spec, "name", "")
+    return name if name.startswith("isogloss.") else "distill.py"
+
+
+def one_line(text):
+    """Return a text as one line that says nothing to a terminal but its characters."""
+    line = " ".join(str(text).split())
+    return "".join(letter if letter.isprintable() else "\ufffd" for letter in line)
+
+
+def line_about(error, program=None):
+    """Return the line that says an error, without secrets."""
+    return f"{program or program_name()}: {one_line(without_secrets(str(error)))}"
+
+
+@contextmanager
+def refusing(program=None, loud=False):
+    """End this process with a line on stderr and code 2 where the block raises a ValueError.
+
+    For what comes before the ranks of a job know of one another; see `launch.fail_together`.
+
+    Args:
+        loud: each rank says it; else rank 0 alone.
+    """
+    try:
+        yield
+    except ValueError as error:
+        if loud or int(os.environ.get("RANK", 0)) == 0:
+            print(line_about(error, program), file=sys.stderr, flush=True)
+        raise SystemExit(2) from None
+
+
 # --- tools ----------------------------------------------------------------------------------------
+
+
+def check_output(path):
+    """Check that a path can be the name of a file to write; a device or a pipe would be replaced.
+
+    Raises:
+        ValueError: something else than a file has that name.
+    """
+    if os.path.exists(path) and not os.path.isfile(path):
+        raise ValueError(f"{path}: is no file that could be written anew; name another one")
 
 
 def tool(kind, main, positional=(), aliases=None, argv=None):
@@ -486,12 +535,7 @@ def tool(kind, main, positional=(), aliases=None, argv=None):
         positional, aliases: as for `parse_flags`.
         argv: the words of the command line; None: those of this process.
     """
-    words = sys.argv[1:] if argv is None else argv
-    try:
-        main(parse_flags(kind, words, positional, aliases))
-    except ValueError as error:
-        # The source file, because the module is called __main__ when it runs as a program.
-        source = Path(main.__code__.co_filename)
-        message = " ".join(without_secrets(str(error)).split())
-        print(f"{source.parent.name}.{source.stem}: {message}", file=sys.stderr)
-        raise SystemExit(2) from None
+    # The source file, because the module is called __main__ when it runs as a program.
+    source = Path(main.__code__.co_filename)
+    with refusing(f"{source.parent.name}.{source.stem}", loud=True):
+        main(parse_flags(kind, sys.argv[1:] if argv is None else argv, positional, aliases))

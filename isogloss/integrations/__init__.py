@@ -20,13 +20,12 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainingArguments
 
 from isogloss.align import TokenTable
-from isogloss.config import Config, template_kwargs
+from isogloss.config import Config, loss_flags, template_kwargs
 from isogloss.data.batch import Collator, PairOptions
 from isogloss.data.order import ExampleReader
 from isogloss.data.sample import TextEncoder
 from isogloss.inputs import with_common_ids
 from isogloss.job.columns import to_device
-from isogloss.objective.loss_table import loss_flags
 from isogloss.objective.objective import LossTerms, TeacherTerm, micro_batch_loss
 from isogloss.targets import TeacherSetup, teacher_targets
 from isogloss.teachers.model import ModelSpec, ModelTeacher, WholeModel

@@ -280,12 +280,6 @@ def gather_values(store, key, value, number, count):
     return read_value(store, key)
 
 
-def one_line(text):
-    """Return a text as one line that says nothing to a terminal but its characters."""
-    line = " ".join(str(text).split())
-    return "".join(letter if letter.isprintable() else "\ufffd" for letter in line)
-
-
 def part(store, key, number, count):
     """Leave together: the member that may serve the store, number 0, leaves last.
 

@@ -24,7 +24,7 @@ from typing import NamedTuple
 import torch.distributed as dist
 from tqdm import tqdm
 
-from isogloss.flags.model_names import without_secrets
+from isogloss.flags.parse import line_about
 from isogloss.job import rendezvous
 from isogloss.job.counts import global_sums
 from isogloss.job.ipc import is_running
@@ -416,21 +416,13 @@ def current_watch():
     return _current
 
 
-def program_name():
-    """Return what messages call this program: distill.py, or the module that runs by itself."""
-    spec = getattr(sys.modules["__main__"], "__spec__", None)
-    name = getattr(spec, "name", "")
-    return name if name.startswith("isogloss.") else "distill.py"
-
-
 def print_line(text):
     """Print one line on stderr, below a progress bar if there is one, without secrets."""
     # rank 0 draws the bar, on the terminal that others share
     is_first = int(os.environ.get("RANK", 0)) == 0
     is_below_bar = getattr(tqdm, "_instances", ()) if is_first else _current and _current.training
     begin = "\n" if is_below_bar else ""
-    line = rendezvous.one_line(without_secrets(str(text)))
-    print(f"{begin}{program_name()}: {line}", file=sys.stderr, flush=True)
+    print(f"{begin}{line_about(text)}", file=sys.stderr, flush=True)
 
 
 @contextmanager

@@ -7,8 +7,6 @@ import torch
 
 from isogloss.job.watch import print_line
 
-LOSS_BACKENDS = "auto", "plain", "compiled"
-
 
 def missing_compiler():
     """Say what torch.compile lacks on this machine; "": nothing."""
@@ -38,7 +36,7 @@ def loss_compiler(backend, device_type):
     once the result is on disk.
 
     Args:
-        backend: one of LOSS_BACKENDS.  auto: compiled on a GPU, where launches take the time.
+        backend: a --loss_backend.  auto: compiled on a GPU, where launches take the time.
     Raises:
         ValueError: "compiled", and there is no compiler.
     """

@@ -14,8 +14,6 @@ from isogloss.models.adapters import adapter_of, add_adapter, load_adapter, merg
 from isogloss.models.quantized import unpacked_layer
 from isogloss.projection_tools.tokenizers import reading
 
-# As transformers names them; "auto" is what it takes by itself: sdpa, else eager.
-ATTENTIONS = "auto", "sdpa", "flash_attention_2", "eager"
 # Heads of models that read a text from both sides.
 TWO_SIDED = "ForMaskedLM", "ForPreTraining"
 # Masks and constants that earlier versions of transformers wrote beside the weights.
@@ -81,7 +79,7 @@ def check_language_model(role, path, config):
 
 
 def attention_options(attention):
-    """Return the keyword arguments by which transformers takes one of ATTENTIONS."""
+    """Return transformers' keyword arguments of an --attention; auto takes sdpa, else eager."""
     return {} if attention == "auto" else {"attn_implementation": attention}
 
 
@@ -191,7 +189,7 @@ def check_weights(role, path, trust_remote_code=False, adapter=None, *, attentio
 
     Args:
         adapter: peft's config of the adapter by which a student is trained, or None.
-        attention: one of ATTENTIONS, which the model has to have.
+        attention: an --attention that the model has to have.
     Raises:
         ValueError: see `load_model`, `adapters.add_adapter`, `check_attention`.
     """
@@ -225,7 +223,7 @@ def check_random(path, trust_remote_code=False, attention="auto"):
 
 
 def check_attention(role, path, model, attention):
-    """Raise a ValueError for a model that does not have an attention, one of ATTENTIONS."""
+    """Raise a ValueError for a model that does not have an --attention."""
     has = {"sdpa": model._supports_sdpa, "flash_attention_2": model._supports_flash_attn}
     if not has.get(attention, True):
         raise ValueError(f"--attention {attention}: {type(model).__name__} of --{role} {path} does "

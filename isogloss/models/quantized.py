@@ -7,19 +7,9 @@ was trained.
 Tests: tests/test_adapters.py.
 """
 
-import importlib.util
-
 from transformers import BitsAndBytesConfig
 
-QUANTIZATIONS = ("", "nf4")
 BYTES = 0.5 + 4 / 64  # of a weight: a float32 scale for 64 of them
-
-
-def check_quantization(method):
-    """Raise a ValueError where what --quantize needs is not installed."""
-    if method and importlib.util.find_spec("bitsandbytes") is None:
-        raise ValueError(f"--quantize {method}: needs bitsandbytes, which is not installed; pip "
-                         "install bitsandbytes==0.50.2")
 
 
 def quantization_options(method, dtype):

@@ -21,10 +21,6 @@ from isogloss.tile_plan import GPU_SUB_TILES
 from isogloss.translation import CellColumns, cell_coverage, root_values, translated
 
 DEFAULT_COPIES = GPU_SUB_TILES.live_copies
-LOSS_TOPK_OF = "teacher", "student"  # `support` of the divergences of losses.py
-AUTO_WEIGHT = -1.0  # --matched_weight: as large as the common part of the teacher's vocabulary
-ALM_MODES = (
-    "binary_kl", "binary_kl_reverse", "binary_ce", "temperature_limit", "squared", "absolute")
 
 
 @dataclass
@@ -174,7 +170,7 @@ def build_gold(cfg, pair, device, has_rest=False, *, relaxed=False):
 
 def build_hybrid_uld(cfg, pair, device, has_rest=False):
     indices, common, rest = _common_and_rest(cfg, pair, device)
-    matched_weight = None if cfg.matched_weight == AUTO_WEIGHT else cfg.matched_weight
+    matched_weight = None if cfg.matched_weight < 0 else cfg.matched_weight
 
     def loss_fn(student_logits, teacher_logits, sub_tile):
         ids = batch_of_one(sub_tile)
@@ -386,19 +382,6 @@ LOSSES: dict[str, LossSpec] = {
     "adaptive_kl": divergence_loss(losses.adaptive_kl, 7.8, alpha="akl_alpha"),
     "total_variation": divergence_loss(losses.total_variation, 6.3),
 }
-
-
-def loss_flags():
-    """List the flags that losses read, in the order of the table, each once."""
-    flags = {}
-    for spec in LOSSES.values():
-        flags |= dict.fromkeys(spec.flags)
-    return list(flags)
-
-
-def losses_of_truncated():
-    """List the losses that are defined on truncated rows."""
-    return [name for name, spec in LOSSES.items() if spec.truncated]
 
 
 def build_loss(cfg, student, teacher, device, has_rest=False):

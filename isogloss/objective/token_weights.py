@@ -21,7 +21,6 @@ from isogloss.losses import at_least_float32
 from isogloss.teachers.protocol import BLOCK
 
 OF_ENTROPY = "sure", "unsure"
-TOKEN_WEIGHTS = "", "early", "column", *OF_ENTROPY
 
 
 def weighed_by_entropy(loss, kind, half_entropy):

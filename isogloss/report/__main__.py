@@ -22,11 +22,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from isogloss.checkpoints.model_card import facts, flags_text, read_record, results_of, title
 from isogloss.config import configs_by_teacher
 from isogloss.curves import DEFAULT, available, panels_of, picture, read_run
-from isogloss.flags.parse import check_flags, flag
+from isogloss.flags.parse import check_flags, check_output, flag
 from isogloss.inputs import load_data
 from isogloss.integrations import FLAGS, Distillation
 from isogloss.plot import run_on_folders, short_names
-from isogloss.projection_tools.files import check_output
 from isogloss.report.text import pieces_of
 
 FULL = 4.0  # bits of difference that have the full color

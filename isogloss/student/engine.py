@@ -285,7 +285,7 @@ def load_student(cfg, ds_config, attention="auto"):
     """Load the student in float32 (DeepSpeed casts it); under ZeRO-3 each rank loads its shard.
 
     Args:
-        attention: one of `pretrained.ATTENTIONS`, or the name of one registered beside these.
+        attention: an --attention, or the name of one registered beside these.
     Raises:
         ValueError: see `pretrained.load_model`.
     """

@@ -150,7 +150,7 @@ class ModelSpec(TeacherSpec):
     Attributes:
         engine: key of ENGINES, or "auto".
         dtype: "auto" (as in the checkpoint), "float32", "bfloat16" or "float16".
-        attention: one of ATTENTIONS.
+        attention: an --attention.
         degree: ranks that share the model.
         offload: keep the weights in the host's memory but for the teacher's forward passes.
         compile: let torch.compile make its forward pass.

@@ -17,7 +17,6 @@ from safetensors import SafetensorError
 from isogloss.projection_tools.tokenizers import reason_of
 from isogloss.tiles import LogitsSource
 
-TEACHER_OUTPUTS = "hidden", "logits", "topk"
 # Positions whose logits exist at a time where no tile bounds them: 150 MB of 152k float32.  Not
 # tuned: more positions save calls, fewer save memory.
 BLOCK = 256

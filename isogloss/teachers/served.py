@@ -15,12 +15,13 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from isogloss.flags.model_names import is_address
 from isogloss.job.sequence_group import join_sequence_group
 from isogloss.models.pretrained import load_config
 from isogloss.teachers.mixing import FLOOR
 from isogloss.teachers.protocol import TeacherSource, TeacherSpec, refuse
 from isogloss.teachers.text_scores import ScoredLogits, TextScores, batch_texts
-from isogloss.teachers.text_server import SPARE, Address, Requests, TextServer, api_key, is_address
+from isogloss.teachers.text_server import SPARE, Address, Requests, TextServer, api_key
 from isogloss.tiles import TopKLogits
 
 # Entries that the answer to one request holds, at most: about 20 MB of JSON.  A text is never cut.

@@ -31,7 +31,7 @@ import aiohttp
 import numpy as np
 
 from isogloss.errors import DataError
-from isogloss.job.rendezvous import one_line
+from isogloss.flags.parse import one_line
 
 KEY_VARIABLE = "TEACHER_API_KEY"
 FIRST_PAUSE = 0.5  # seconds before the second try; each later pause is twice as long
@@ -42,10 +42,6 @@ BYTES_PER_ENTRY = 512  # vLLM's takes 100, and a token can be long
 LARGEST = 2**31  # ids, indices and lengths are below
 SAID = 300  # characters of a server's own words in a message
 SPARE = 2  # positions of a context that a prompt leaves: its last token is no input, one is written
-
-
-def is_address(name):
-    return str(name).lower().startswith(("http://", "https://"))
 
 
 class Address(NamedTuple):
