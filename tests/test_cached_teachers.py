@@ -97,14 +97,15 @@ def caches(models, data, tmp_path_factory):
 def test_a_killed_writer_goes_on_and_the_cache_is_the_same_bit_by_bit(
         models, data, flags, of_killed, tmp_path):
     """Also where the killed one reads a stream of the same data."""
+    shard = 10_000 if "--logp_bits=8" in flags else 20_000
     commands = []
     for name, more in (("whole", []), ("killed", of_killed)):
         commands.append([f"--teacher={models[1]}", *data, f"--output={tmp_path / name}",
                          "--top_k=9", "--batch_tokens=300", *flags, *more])
-    ranks.run(1, write, commands[:1], 20_000)
+    ranks.run(1, write, commands[:1], shard)
     whole = bytes_of(tmp_path / "whole")
     assert sum(name.startswith("shard") for name in whole) > 4
-    group = ranks.start(1, write, commands[1:], 20_000, 2)
+    group = ranks.start(1, write, commands[1:], shard, 2)
     group[0][0].join(300)
     assert group[0][0].exitcode == -signal.SIGKILL
     ranks.kill(group)
@@ -113,15 +114,15 @@ def test_a_killed_writer_goes_on_and_the_cache_is_the_same_bit_by_bit(
     with pytest.raises(ValueError, match="is not complete"):
         cache_files.open_cache(tmp_path / "killed")
     # two ranks go on with what one began
-    ranks.run(2, write, commands[1:], 20_000)
+    ranks.run(2, write, commands[1:], shard)
     assert bytes_of(tmp_path / "killed") == whole
     # a shard that is gone from a complete cache is written again, and nothing else is
-    shard = tmp_path / "killed" / "shard-00003.safetensors"
+    path = tmp_path / "killed" / "shard-00003.safetensors"
     reader = cache_files.CacheReader(tmp_path / "killed")
     place = int((reader.shard == 3).nonzero()[0][0])
     before = reader.columns(place, 2)
-    shard.unlink()
-    ranks.run(1, write, commands[1:], 20_000)
+    path.unlink()
+    ranks.run(1, write, commands[1:], shard)
     assert bytes_of(tmp_path / "killed") == whole
     # one who reads meanwhile goes on with what it has mapped
     after = reader.columns(place, 2)
@@ -243,7 +244,7 @@ class Reading:
         assert is_token.sum() > 0.5 * (expected[:, :-1] > 0).sum()
         # a row's sum is off, too, by what its tokens are
         step = 1 / packed_rows.STEPS
-        assert (p - expected)[:, :-1].abs().max() < 0.5 * step + 1e-3 * expected.max()
+        assert (p - expected)[:, :-1].abs().max() < 0.6 * step + 1e-3 * expected.max()
         left = expected[:, :-1].masked_fill(is_token, 0).sum(-1)
         torch.testing.assert_close(p[:, -1], expected[:, -1] + left, atol=1e-3, rtol=1e-3)
 

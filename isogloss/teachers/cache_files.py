@@ -113,10 +113,12 @@ def top_k_columns(scored, vocab, logp_bits, plain_rest_N=None, num_drawn_N=None,
         is_left = (steps == 0) & (ids != logits.ids_TK[:, -1:].cpu())
         left = torch.where(is_left, logp, -torch.inf)
         rest = torch.cat([left, columns["rest"][:, None]], 1).logsumexp(-1)
-        columns = {"ids": ids, "steps": steps, "rest": rest}
-    else:
-        columns |= pack_ids(ids, vocab)
-        columns["logp"] = pack_logp(logp) if logp_bits == 16 else logp.contiguous()
+        label, *others = scored.scores
+        return {"ids": ids, "steps": steps, "label_logp": label.float().cpu(),
+                "numbers": torch.stack([rest, logits.total_T.cpu(), *map(torch.Tensor.cpu, others)],
+                                       1).half()}
+    columns |= pack_ids(ids, vocab)
+    columns["logp"] = pack_logp(logp) if logp_bits == 16 else logp.contiguous()
     columns["total"] = logits.total_T.float().cpu()
     columns["scores"] = scored.scores.packed().cpu().contiguous()
     if plain_rest_N is not None:
@@ -133,21 +135,24 @@ def scored_logits(columns, labels_N, vocab, plain=False):
         labels_N: (N,) int64, the token that each position predicts.
         plain: the rest is wanted at temperature 1.
     """
-    scores = TextScores.unpacked(columns["scores"])
+    label_N1 = labels_N[:, None].int()
+    if "label_logp" in columns:  # they were packed; the label fills what is free
+        rest, total, *others = columns["numbers"].float().unbind(1)
+        scores = TextScores(columns["label_logp"], *others)
+        ids_NK = torch.where(columns["ids"] < 0, label_N1, columns["ids"])
+    else:
+        rest = columns["plain_rest"] if plain and "plain_rest" in columns else columns["rest"]
+        total = columns["total"]
+        scores = TextScores.unpacked(columns["scores"])
+        ids_NK = unpack_ids(columns["low"], columns["high"])
     logp_NK = columns["logp"]
     if logp_NK.dtype == torch.uint16:
         logp_NK = unpack_logp(logp_NK)
-    label_N1 = labels_N[:, None].int()
-    if "ids" in columns:  # were packed; the label fills what is free
-        ids_NK = torch.where(columns["ids"] < 0, label_N1, columns["ids"])
-    else:
-        ids_NK = unpack_ids(columns["low"], columns["high"])
     # the label's own log-probability is exact, also where it is among the most likely tokens
     logp_NK = torch.where(ids_NK == label_N1, scores.logp_T[:, None], logp_NK)
     ids_NK = torch.cat([ids_NK, label_N1], 1)
     logp_NK = torch.cat([logp_NK, scores.logp_T[:, None]], 1)
-    rest = columns["plain_rest"] if plain and "plain_rest" in columns else columns["rest"]
-    return ScoredLogits(TopKLogits(ids_NK, logp_NK, vocab, rest, columns["total"]), scores)
+    return ScoredLogits(TopKLogits(ids_NK, logp_NK, vocab, rest, total), scores)
 
 
 def bytes_per_position(output, vocab, top_k=0, *, logp_bits=16, hidden_bytes=0, softened=False,
@@ -162,7 +167,7 @@ def bytes_per_position(output, vocab, top_k=0, *, logp_bits=16, hidden_bytes=0, 
         return 4 + hidden_bytes
     kept = min(top_k, vocab)
     if logp_bits == PACKED_BITS:
-        return 4 + round(PACKED_BYTES * kept) + 4 * 2 + 16
+        return 4 + round(PACKED_BYTES * kept) + 4 + 2 * 5
     num_high = max((vocab - 1).bit_length() - LOW_BITS, 0)
     of_ids = 2 * kept + num_high * -(-kept // 8)
     return 4 + of_ids + kept * logp_bits // 8 + 4 * (2 + softened + sampled) + 16
@@ -330,7 +335,8 @@ for _ in range(2):
     left = stream.unused_data
 position, place = np.divmod(columns[0].cumsum(), len(shard["order"]))
 ids = shard["order"][place]  # of the tokens that are kept, one position after the other
-p = (columns[1] & 2**24 - 1) / 2.0 ** (14 + (columns[1] >> 24))  # of all others: shard["rest"]
+steps = 2 * (columns[1] & 2**24 - 1)
+p = 2.0 ** -(14 + (columns[1] >> 24)) / np.log((steps + 1) / (steps - 1))  # of others: shard["numbers"][:, 0]
 ```
 """
 
