@@ -50,6 +50,16 @@ def at_least_float32(x: Tensor) -> Tensor:
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
+def at_least(x: Tensor, low: float) -> Tensor:
+    """Return x.clamp(min=low), whose gradient takes a GPU three kernels where this takes one."""
+    return F.threshold(x, low, low)
+
+
+def scaled(x: Tensor, factor: float) -> Tensor:
+    """Return factor * x, and x itself where the factor is 1."""
+    return x if factor == 1 else factor * x
+
+
 def check_side(side: str, logits_BNX: Tensor, **of_positions: Tensor | None) -> None:
     """Raise a ValueError for logits that are no floats, or what does not describe their positions.
 
@@ -99,25 +109,30 @@ def check_equal_shapes(student_BSX: Tensor, teacher_BSX: Tensor) -> None:
 
 
 def reduce_terms(
-    value_N: Tensor, row_N: Tensor, shape_BS: tuple[int, ...], weight_BS: Tensor | None,
+    value_N: Tensor, row_N: Tensor | None, shape_BS: tuple[int, ...], weight_BS: Tensor | None,
     reduction: str,
 ) -> SumAndCount:
     """Weight the terms of a loss and reduce them; see `reduction` in the module's docstring.
 
     Args:
         value_N: terms, nats.
-        row_N: int64, row of the flattened (B * S) where each term begins.
+        row_N: int64, row of the flattened (B * S) where each term begins; None: one in every row.
         shape_BS: (B, S).
         weight_BS: (B, S) weights of these rows; None: 1.
     Raises:
         ValueError: unknown reduction.
     """
+    if weight_BS is None and reduction == "sum":
+        return value_N.sum(), value_N.new_full((), len(value_N))
+    if row_N is None and reduction != "none":
+        row_N = torch.arange(len(value_N), device=value_N.device)
     if weight_BS is None:
         weight_N = torch.ones_like(value_N)
     else:
         check_positions("the terms are of", shape_BS, weight_BS=weight_BS)
-        weight_N = weight_BS.reshape(-1)[row_N].to(value_N)
-    value_N = value_N * weight_N
+        weight_N = weight_BS.reshape(-1).to(value_N)
+        weight_N = weight_N if row_N is None else weight_N[row_N]
+        value_N = value_N * weight_N
     if reduction == "none":
         return value_N, weight_N
     if reduction == "sum":
@@ -151,7 +166,7 @@ def next_token_cross_entropy(
         total = F.cross_entropy(
             logits_NV, labels_BS.reshape(-1), ignore_index=-100, reduction="sum"
         )
-        return total, (labels_BS != -100).sum().to(total.dtype)
+        return total, (labels_BS != -100).sum(dtype=total.dtype)
     is_labeled = labels_BS != -100  # rows are selected, not masked: 0 * NaN reaches the gradient
     logp_NV = at_least_float32(logits_BSV[is_labeled]).log_softmax(-1)
     value_N = -logp_NV.gather(1, labels_BS[is_labeled][:, None]).squeeze(1)
@@ -317,7 +332,7 @@ def log_masses(x_NX: Tensor, columns: Columns) -> Tensor:
     top_N1 = x_NX.detach().amax(-1, keepdim=True).clamp(min=torch.finfo(x_NX.dtype).min)
     mass_NX = (x_NX - top_N1 + SHIFT).exp()  # lifted, to reach that far in float32
     mass_NK = columns.sum(mass_NX)
-    return mass_NK.clamp(min=torch.finfo(mass_NK.dtype).tiny).log()
+    return at_least(mass_NK, torch.finfo(mass_NK.dtype).tiny).log()
 
 
 # --- one vocabulary: divergences per position ----------------------------------------------------
@@ -401,8 +416,7 @@ def position_divergence(
     teacher_NV = _select_positions(teacher_logits_BSV.detach(), mask_BS)
     teacher_temperature = teacher_temperature or temperature
     shape_BS = student_logits_BSV.shape[:2]
-    all_rows_BS = torch.arange(shape_BS.numel(), device=student_NV.device).view(shape_BS)
-    row_N = _select_positions(all_rows_BS, mask_BS)
+    row_N = None if mask_BS is None else mask_BS.reshape(-1).nonzero().squeeze(1)
     logp = _clamped_logp(student_NV, temperature)
     with torch.no_grad():
         logq = _clamped_logp(teacher_NV, teacher_temperature)
@@ -411,7 +425,8 @@ def position_divergence(
         logp = top_k_buckets(logp, ids_NK, tail)
         logq = top_k_buckets(logq, ids_NK, tail)
     value_N = divergence_of(name, logp, logq, coefficient)
-    return reduce_terms(temperature**2 * value_N, row_N, shape_BS, weight_BS, reduction)
+    value_N = scaled(value_N, temperature**2)
+    return reduce_terms(value_N, row_N, shape_BS, weight_BS, reduction)
 
 
 def merge_unkept(
@@ -446,7 +461,7 @@ def _soften(logits: Tensor, temperature: float) -> Tensor:
 
 
 def _clamped_logp(logits_NV: Tensor, temperature: float) -> Tensor:
-    return _soften(logits_NV, temperature).log_softmax(-1).clamp(min=FLOOR)
+    return at_least(_soften(logits_NV, temperature).log_softmax(-1), FLOOR)
 
 
 def _support_ids(student_NV: Tensor, teacher_NV: Tensor, support: str, top_k: int) -> Tensor:
@@ -468,7 +483,7 @@ def top_k_buckets(logp_NV: Tensor, ids_NK: Tensor, tail: bool) -> Tensor:
     # the tail comes from the other tokens: 1 - sum would lose a small tail, and its gradient
     others = logp_NV.scatter(1, ids_NK, 10 * FLOOR)  # exp(10 * FLOOR) is 0
     tail_N = others.logsumexp(-1)
-    return torch.cat([kept_NK, tail_N[:, None].clamp(min=FLOOR)], 1)
+    return torch.cat([kept_NK, at_least(tail_N[:, None], FLOOR)], 1)
 
 
 class Mixture(NamedTuple):
@@ -512,7 +527,7 @@ def divergence_of(name: str, logp: Tensor, logq: Tensor, coefficient: float = 0.
 
     Args:
         name, coefficient: see `position_divergence`.
-        logp, logq: of the student and the teacher, (..., X); a teacher's -inf adds nothing.
+        logp, logq: of the student and the teacher, (..., X), finite.
     """
     if name == "adaptive_kl":
         return _adaptive_divergence(logp, logq, coefficient)
@@ -526,18 +541,15 @@ def divergence_of(name: str, logp: Tensor, logq: Tensor, coefficient: float = 0.
         logm = logq
     else:  # also KL(q || q): it is 0, but has to have a gradient, of 0
         logm = _log_mixture(logp, logq, 1 - student_weight)
-    terms = []
-    if forward_weight:
-        terms.append(forward_weight * _kl(logq, logm))
-    if reverse_weight:
-        terms.append(reverse_weight * _kl(logp, logm))
-    return torch.stack(terms).sum(0)
+    if not reverse_weight:
+        return scaled(_kl(logq, logm), forward_weight)
+    reverse = scaled(_kl(logp, logm), reverse_weight)
+    return reverse + forward_weight * _kl(logq, logm) if forward_weight else reverse
 
 
 def _kl(logq: Tensor, logp: Tensor) -> Tensor:
-    """Sum q (log q - log p) over the last axis; q = 0 adds nothing, whatever log p is."""
-    q = logq.exp()
-    return (q * (logq - logp)).masked_fill(q == 0, 0.0).sum(-1)
+    """Sum q (log q - log p) over the last axis; all logarithms are finite."""
+    return (logq.exp() * (logq - logp)).sum(-1)
 
 
 def _log_mixture(logp: Tensor, logq: Tensor, weight_q: float) -> Tensor:
@@ -682,7 +694,7 @@ def chunk_logp(
     """
     next_N1 = next_BX.reshape(-1)[row_N[:, None]]
     logp_NX = _select_rows(logits_NX, row_N, temperature).log_softmax(-1)
-    return row_sums(logp_NX.gather(1, next_N1).squeeze(1).clamp(min=FLOOR), of_N, num_chunks)
+    return row_sums(at_least(logp_NX.gather(1, next_N1).squeeze(1), FLOOR), of_N, num_chunks)
 
 
 def bernoulli_kl(logq: Tensor, logp: Tensor) -> Tensor:
@@ -706,7 +718,7 @@ def softened(log_KG: Tensor, log_zero: float, temperature: float) -> Tensor:
     logp_KG = log_KG.log_softmax(-1)
     is_zero_KG = logp_KG <= log_zero + 1  # rounding, and what is added to a mass to be above 0
     logp_KG = (logp_KG / temperature).masked_fill(is_zero_KG, -torch.inf)
-    return logp_KG.log_softmax(-1).clamp(min=log_zero)
+    return at_least(logp_KG.log_softmax(-1), log_zero)
 
 
 def soften_bernoulli(logp: Tensor, temperature: float) -> Tensor:
@@ -814,7 +826,7 @@ def projection_kl(
     else:
         log_r_CK = (r_CK + EPSILON).log()
     kl_C = _kl(log_r_CK, log_target_CK) if reverse else _kl(log_target_CK, log_r_CK)
-    value_C = temperature**2 * kl_C
+    value_C = scaled(kl_C, temperature**2)
     return reduce_terms(value_C, chunks.first_S, student_chunk_BS.shape, weight_BS, reduction)
 
 
@@ -827,7 +839,7 @@ def _projection_target(
     else:
         logq_MK = y_MW.gather(1, kept_K.expand(len(y_MW), -1)).log_softmax(-1)
     if teacher_average == "logp":
-        return chunk_mean(logq_MK, chunks.of_T, chunks.count_T)
+        return chunk_mean(at_least(logq_MK, FLOOR), chunks.of_T, chunks.count_T)
     q_CK = chunk_mean(logq_MK.exp(), chunks.of_T, chunks.count_T)
     return q_CK.clamp(min=TINY_MASS).log()
 
@@ -1005,7 +1017,7 @@ def gold(
     kl_C = _kl(logp, logq) if reverse else _kl(logq, logp)
     num_compared = min(uncommon_topk, len(others.student), len(others.teacher))
     distance_C = sorted_distance(logp_others.exp(), logq_others.exp(), num_compared)
-    value_C = temperature**2 * (kl_C + distance_C)
+    value_C = scaled(kl_C + distance_C, temperature**2)
     return reduce_terms(value_C, chunks.first_S, student_chunk_BS.shape, weight_BS, reduction)
 
 
@@ -1022,9 +1034,9 @@ def _common_and_others(
 
 def _log_chunk_mean(logp_NX: Tensor, of_N: Tensor, count_C: Tensor) -> Tensor:
     """Return the (C, X) logarithm of `chunk_mean` of the probabilities, at least FLOOR."""
+    logp_NX = at_least(logp_NX, FLOOR)
     if len(logp_NX) == len(count_C):  # every chunk is one row
-        return logp_NX.clamp(min=FLOOR)
-    logp_NX = logp_NX.clamp(min=FLOOR)
+        return logp_NX
     top_CX = Segments.of(of_N, len(count_C)).reduce(logp_NX.detach(), "max")
     mean_CX = chunk_mean((logp_NX - top_CX[of_N]).exp(), of_N, count_C)
     return mean_CX.log() + top_CX
@@ -1032,7 +1044,7 @@ def _log_chunk_mean(logp_NX: Tensor, of_N: Tensor, count_C: Tensor) -> Tensor:
 
 def _with_bucket(logp_CN: Tensor, others_CM: Tensor) -> Tensor:
     """Append the log-probability of all other tokens together; FLOOR: there are none."""
-    bucket_C1 = others_CM.logsumexp(1, keepdim=True).clamp(min=FLOOR)
+    bucket_C1 = at_least(others_CM.logsumexp(1, keepdim=True), FLOOR)
     return torch.cat([logp_CN, bucket_C1], 1)
 
 

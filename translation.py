@@ -295,7 +295,7 @@ def choice_question(
     cells = choices.cells
     node_G = cells.nodes.of_E
     # below any that counts, and finite where a model excludes tokens
-    logits_G = choices.tokens.logsumexp(x_E.clamp(min=10 * FLOOR))
+    logits_G = choices.tokens.logsumexp(losses.at_least(x_E, 10 * FLOOR))
 
     # how the token before would have gone on
     mass_E = goes.mass_K[choices.going_root_E] * goes.mass_E[choices.going_place_E]
@@ -359,8 +359,8 @@ def inside_question(
     mass_G = insides.of_cells.sum(goes.mass_E) * goes.mass_K[insides.cells.nodes.of_E]
     target_KG = insides.cells.rows(mass_G, 0.0)
     target_KG[:, 0] = goes.ends_K
-    logits_KG = insides.cells.rows(x_G.clamp(min=10 * FLOOR), FLOOR)
-    rest_K = rest_K.clamp(min=FLOOR)
+    logits_KG = insides.cells.rows(losses.at_least(x_G, 10 * FLOOR), FLOOR)
+    rest_K = losses.at_least(rest_K, FLOOR)
     return Question(torch.cat([rest_K[:, None], logits_KG[:, 1:]], 1), target_KG)
 
 
@@ -388,7 +388,7 @@ def _read(x_NV: Tensor, y_MW: Tensor, nodes: Nodes) -> tuple[Tensor, Answers]:
     x_root, x_LV = torch.split(x_RV, [num_roots, len(x_RV) - num_roots])
     # finite where a model excludes tokens: the gradient of a logsumexp of -inf alone is NaN
     nothing = x_LV.new_full((len(reads.token_X),), 10 * FLOOR)
-    x_LV = x_LV.clamp(min=10 * FLOOR)
+    x_LV = losses.at_least(x_LV, 10 * FLOOR)
     answers = Answers(
         x_E=x_RV[reads.number_E, reads.token_E],
         # from the other tokens: 1 - sum would lose a small rest, and its gradient
@@ -460,14 +460,15 @@ def translated(
         rest_M = share * _text_in_rests(answers, nodes.rests)
     value_A = torch.cat([value_N, others.inside_K, rest_M])[nodes.order_A]
     shape = student_logits_BSV.shape[:2]
-    return losses.reduce_terms(temperature**2 * value_A, nodes.row_A, shape, weight_BS, reduction)
+    value_A = losses.scaled(value_A, temperature**2)
+    return losses.reduce_terms(value_A, nodes.row_A, shape, weight_BS, reduction)
 
 
 def _text_in_cells(x_NV: Tensor, next_N: Tensor, tables: Tables) -> Tensor:
     """Return (N,) -log p(token | its cell), 0 for tokens without a cell."""
     cell_N = tables.cell_V[next_N]
     in_cell_NV = x_NV.masked_fill(tables.cell_V != cell_N[:, None], 10 * FLOOR)
-    logit_N = x_NV.gather(1, next_N[:, None])[:, 0].clamp(min=10 * FLOOR)
+    logit_N = losses.at_least(x_NV.gather(1, next_N[:, None])[:, 0], 10 * FLOOR)
     value_N = in_cell_NV.logsumexp(-1) - logit_N
     return value_N.masked_fill(cell_N == tables.num_cells, 0.0)
 
@@ -476,7 +477,7 @@ def _text_in_rests(answers: Answers, rests: Rests) -> Tensor:
     """Return (M,) -log p(tokens behind the first) of the chunks with several on both sides."""
     num = len(rests.row_S)  # the last ones that are read
     x_S, total_S = [values[len(values) - num :] for values in (answers.x_E, answers.rest_L)]
-    value_S = total_S - x_S.clamp(min=10 * FLOOR)
+    value_S = total_S - losses.at_least(x_S, 10 * FLOOR)
     return rests.chunks_S.sum(value_S.index_fill(0, rests.chunks_S.start_K[:-1], 0.0))
 
 
@@ -548,7 +549,7 @@ def _rests(logp_S: Tensor, logq_T: Tensor, rests: Rests, temperature: float) -> 
     Args:
         logp_S, logq_T: log-probabilities of the next tokens in the rows of `Rests`.
     """
-    logp = rests.chunks_S.sum(logp_S.clamp(min=FLOOR))
+    logp = rests.chunks_S.sum(losses.at_least(logp_S, FLOOR))
     logq = rests.chunks_T.sum(logq_T.clamp(min=FLOOR))
     logp = losses.soften_bernoulli(logp, temperature)
     return losses.bernoulli_kl(losses.soften_bernoulli(logq, temperature), logp)
