@@ -124,8 +124,6 @@ def reduce_terms(
     """
     if weight_BS is None and reduction == "sum":
         return value_N.sum(), value_N.new_full((), len(value_N))
-    if row_N is None and reduction != "none":
-        row_N = torch.arange(len(value_N), device=value_N.device)
     if weight_BS is None:
         weight_N = torch.ones_like(value_N)
     else:
@@ -139,6 +137,8 @@ def reduce_terms(
         return value_N.sum(), weight_N.sum()
     if reduction != "sample":
         raise ValueError(f"reduction={reduction!r}: expected 'sum', 'sample' or 'none'")
+    if row_N is None:
+        row_N = torch.arange(len(value_N), device=value_N.device)
     sample_N = row_N // max(1, shape_BS[1])
     zeros_B = value_N.new_zeros(shape_BS[0])
     return zeros_B.index_add(0, sample_N, value_N), zeros_B.index_add(0, sample_N, weight_N)
@@ -206,16 +206,21 @@ class Segments(NamedTuple):
     def logsumexp(self, x_E: Tensor) -> Tensor:
         """Return the (num,) logsumexp, -inf for segments without an entry or of -inf alone."""
         top_K = self.reduce(x_E.detach(), "max")
-        finite_K = top_K.masked_fill(top_K == -torch.inf, 0.0)
+        finite_K = top_K.clamp(min=torch.finfo(top_K.dtype).min)
         return self.sum((x_E - finite_K[self.of_E]).exp()).log() + finite_K
 
     def reduce(self, x_E: Tensor, kind: str) -> Tensor:
         """Return the (num, ...) results of a reduction without a gradient: "sum" or "max"."""
-        if not x_E.numel() or not self.num:
-            shape = (self.num, *x_E.shape[1:])
-            return x_E.new_full(shape, 0.0 if kind == "sum" else -torch.inf)
-        # unsafe: the starts are not read back to be checked
-        return torch.segment_reduce(x_E, kind, offsets=self.start_K, unsafe=True)
+        return reduce_segments(x_E, self.start_K, kind)
+
+
+def reduce_segments(x_E: Tensor, start_K: Tensor, kind: str) -> Tensor:
+    """Return what `Segments.reduce` does, of entries from start_K[k] to start_K[k + 1]."""
+    num = len(start_K) - 1
+    if not x_E.numel() or not num:
+        return x_E.new_full((num, *x_E.shape[1:]), 0.0 if kind == "sum" else -torch.inf)
+    # unsafe: the starts are not read back to be checked
+    return torch.segment_reduce(x_E, kind, offsets=start_K, unsafe=True)
 
 
 class _SegmentSum(torch.autograd.Function):
@@ -255,15 +260,17 @@ def take_columns(x_NX: Tensor, column_E: Tensor) -> Tensor:
 class Columns(NamedTuple):
     """Group columns into sets, most of which have one: sums are a selection, and a little more.
 
-    of_X: (X,) int64, the set of each column; K: it is in none.
-    first_K: (K,) int64, the first column of each set, -1 for a set of nothing.
+    of_X: (X,) int64, the set of each column, 0 where it is in none; none_X: (X,) bool, is it?
+    first_K: (K,) int64, the first column of each set, 0 for a set of nothing; empty_K: is it one?
     many_L: (L,) int64, the sets that have more.
     more_E: (E,) int64, their other columns, set by set.
     start_L: (L + 1,) int64, where those of each begin in more_E.
     """
 
     of_X: Tensor
+    none_X: Tensor
     first_K: Tensor
+    empty_K: Tensor
     many_L: Tensor
     more_E: Tensor
     start_L: Tensor
@@ -271,8 +278,11 @@ class Columns(NamedTuple):
     @classmethod
     def of(cls, of_X: Tensor, num: int) -> "Columns":
         """Group columns by the number of their set; waits for a device that is not the CPU."""
-        set_E, order_E = of_X.cpu().sort(stable=True)
-        in_one = set_E < num
+        device = of_X.device
+        of_X = of_X.cpu()
+        none_X = of_X >= num
+        set_E, order_E = of_X.sort(stable=True)
+        in_one = ~none_X[order_E]
         set_E, order_E = set_E[in_one], order_E[in_one]
         is_first = torch.ones_like(set_E, dtype=torch.bool)
         is_first[1:] = set_E[1:] != set_E[:-1]
@@ -280,8 +290,10 @@ class Columns(NamedTuple):
         first_K[set_E[is_first]] = order_E[is_first]
         many_L, sizes = torch.unique_consecutive(set_E[~is_first], return_counts=True)
         start_L = torch.cat([sizes.new_zeros(1), sizes.cumsum(0)])
-        rest = first_K, many_L, order_E[~is_first], start_L
-        return cls(of_X, *(field.to(of_X.device) for field in rest))
+        return cls(
+            of_X.masked_fill(none_X, 0), none_X, first_K.clamp(min=0), first_K < 0, many_L,
+            order_E[~is_first], start_L,
+        ).to(device)
 
     def to(self, device: torch.device | str) -> "Columns":
         return Columns(*(field.to(device) for field in self))
@@ -290,7 +302,8 @@ class Columns(NamedTuple):
         """Return the (N, K) sums of the columns of each set."""
         num = len(self.first_K)
         if x_NX.device.type in ORDERED_DEVICES:  # one column more, for those that are in no set
-            return x_NX.new_zeros(len(x_NX), num + 1).index_add(1, self.of_X, x_NX)[:, :-1]
+            of_X = self.of_X.masked_fill(self.none_X, num)
+            return x_NX.new_zeros(len(x_NX), num + 1).index_add(1, of_X, x_NX)[:, :-1]
         out: Tensor = _ColumnSum.apply(x_NX, self)  # type: ignore[no-untyped-call]
         return out
 
@@ -300,9 +313,9 @@ class _ColumnSum(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x_NX: Tensor, columns: Columns) -> Tensor:
-        ctx.of_X = columns.of_X
-        first_K, many_L = columns.first_K, columns.many_L
-        out_NK = x_NX.index_select(1, first_K.clamp(min=0)).masked_fill(first_K < 0, 0.0)
+        ctx.columns = columns
+        many_L = columns.many_L
+        out_NK = x_NX.index_select(1, columns.first_K).masked_fill(columns.empty_K, 0.0)
         if len(many_L):
             more_EN = x_NX.T.index_select(0, columns.more_E)
             sum_LN = torch.segment_reduce(more_EN, "sum", offsets=columns.start_L, unsafe=True)
@@ -313,9 +326,8 @@ class _ColumnSum(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        num = grads[0].shape[1]
-        d_NX = grads[0].index_select(1, ctx.of_X.clamp(max=num - 1))
-        return d_NX.masked_fill(ctx.of_X == num, 0.0), None
+        d_NX = grads[0].index_select(1, ctx.columns.of_X)
+        return d_NX.masked_fill(ctx.columns.none_X, 0.0), None
 
 
 def log_masses(x_NX: Tensor, columns: Columns) -> Tensor:
@@ -327,7 +339,7 @@ def log_masses(x_NX: Tensor, columns: Columns) -> Tensor:
         x_NX: logits, at least float32.
     """
     # those in no set may be larger than all others
-    x_NX = x_NX.masked_fill(columns.of_X == len(columns.first_K), -torch.inf)
+    x_NX = x_NX.masked_fill(columns.none_X, -torch.inf)
     # finite in a row of -inf alone, where -inf - -inf would be NaN
     top_N1 = x_NX.detach().amax(-1, keepdim=True).clamp(min=torch.finfo(x_NX.dtype).min)
     mass_NX = (x_NX - top_N1 + SHIFT).exp()  # lifted, to reach that far in float32
