@@ -178,12 +178,13 @@ class _Begun(NamedTuple):
         """Return (_Begun, all tokens of each node, with which student token each goes on or -1)."""
         nodes, place_E = Ranges.of(low, high).list()
         next_E = tables.pieces_W[tables.order_W[place_E], level[nodes.of_E]]
-        num_ended = torch.zeros_like(low).index_add_(0, nodes.of_E, (next_E < 0).long())
+        num_before_E = F.pad((next_E < 0).cumsum(0), (1, 0))
+        num_ended = num_before_E[nodes.start_K].diff()
         return cls(row_K, level, low, high, num_ended), nodes, next_E
 
 
 class Continuations(NamedTuple):
-    """Name the teacher tokens that may stand in some places, of roots and then of insides.
+    """Name the teacher tokens that may stand in some places: those of roots, then of insides.
 
     row_K, level: see `_Begun`.
     tokens: in order_W.
@@ -200,14 +201,17 @@ class Continuations(NamedTuple):
     num_before: int
 
     @classmethod
-    def of(cls, before: _Begun, inside: _Begun) -> "Continuations":
-        row_K, level, low, high, num_ended = map(torch.cat, zip(before, inside))
+    def of(cls, before: _Begun, inside: _Begun, bounds: dict[str, Tensor]) -> "Continuations":
+        """Put them together part by part; bounds: of the parts in both, see `_bounds`."""
+        parts = [torch.repeat_interleave(bounds[name].diff()) for name in "NM"]
+        order = torch.cat(parts).argsort(stable=True)
+        row_K, level, low, high, num_ended = (torch.cat(x)[order] for x in zip(before, inside))
         tokens = Ranges.of(low, high)
         first_K = tokens.start_K[:-1]
         in_turn = torch.stack([first_K, first_K + num_ended], 1).flatten()
-        num_roots = len(before.row_K)
-        return cls(row_K, level, tokens, torch.cat([in_turn, tokens.start_K[-1:]]), num_roots,
-                   int(tokens.start_K[num_roots]))
+        start_2K = torch.cat([in_turn, tokens.start_K[-1:]])
+        num_before = int((before.high - before.low).sum())
+        return cls(row_K, level, tokens, start_2K, len(before.row_K), num_before)
 
 
 class Cells(NamedTuple):
@@ -398,17 +402,19 @@ def nodes_of_chunks(
     ranges = _choice_ranges(roots, teacher_next, tables, teacher_follows)
     choices = _list_choices(roots, before[1:], ranges, tables)
     insides, inside = _list_insides(chunks, student_next, teacher_next, tables)
-    lists = roots, before[0], choices, insides, inside, _list_rests(chunks, teacher_next)
-    bounds = _bounds(lists, _num_joined(student_ids[roots.row_S], tables), first_S, first_T)
+    rests = _list_rests(chunks, teacher_next)
+    bounds = _bounds((roots, before[0], choices, insides, inside, rests),
+                     _num_joined(student_ids[roots.row_S], tables), first_S, first_T)
+    lists = roots, Continuations.of(before[0], inside, bounds), choices, insides, rests
     columns = [_split(listed, places, bounds) for listed, places in zip(lists, _PLACES)]
     nodes = []
     next_of_part = _split(student_next, "S", bounds)
-    for (roots, begun, choices, insides, inside, rests), next_S in zip(zip(*columns), next_of_part):
+    for (roots, begun, choices, insides, rests), next_S in zip(zip(*columns), next_of_part):
         second_S = rests.row_S[rests.chunks_S.start_K[:-1]] + 1  # the first has the root
         row_A = torch.cat([roots.row_S, insides.row_S, second_S])
         reads = _list_reads(roots, choices, insides, rests, next_S)
-        nodes.append(Nodes(roots, Continuations.of(begun, inside), choices, insides, rests, reads,
-                           row_A, row_A.argsort(stable=True)))
+        order_A = row_A.argsort(stable=True)
+        nodes.append(Nodes(roots, begun, choices, insides, rests, reads, row_A, order_A))
     return nodes
 
 
@@ -637,16 +643,16 @@ def _list_reads(
 # --- parts ----------------------------------------------------------------------------------------
 
 # Of each field of the lists, in its order: the list that its entries stand in and, after ">", the
-# one that they number.  Ranges have that of their nodes, a count what it counts.  S, T: rows.  N:
-# roots; X: tokens in their joins; B: tokens before.  K: choices; E, G: tokens, cells; H: steps; Y:
-# going.  M: insides; Q, D: their tokens, cells.  U, W: rows of rests; C: their chunks.
+# one that they number.  Ranges have that of their nodes, starts ("+") that of the segments, a count
+# what it counts.  S, T: rows.  N: roots; X: tokens in their joins; B: tokens before.  A: roots and
+# insides; Z: these twice.  K: choices; E, G: tokens, cells; H: steps; Y: going.  M: insides; Q, D:
+# their tokens, cells.  U, W: rows of rests; C: their chunks.
 _PLACES = (
     ("N>S", "N>T", "N", "N", "N", "N", "X"),
-    ("N>T", "N", "N", "N", "N"),
+    ("A>T", "A", "A", "+Z", "N", "B"),
     ("K>N", "K", "K", "K>T", "E>G", "E", ("G>K", "G"), "G", "K", "G", "H>K", "H>T", "H", "Y>G",
      "Y>B"),
     ("M>S", "M", "Q>D", ("D>M", "D"), "D"),
-    ("M>T", "M", "M", "M", "M"),
     ("U>S", "W>T", "W", "U>C", "W>C"),
 )
 
@@ -667,7 +673,7 @@ def _bounds(
     K = choices.roots.start_K[N]
     G = choices.cells.nodes.start_K[K]
     return dict(
-        S=first_S, T=first_T, N=N, K=K, G=G, M=M, U=U,
+        S=first_S, T=first_T, N=N, K=K, G=G, M=M, U=U, A=N + M, Z=2 * (N + M),
         X=starts(joined_N)[N],
         B=starts(before.high - before.low)[N],
         E=choices.tokens.start_K[G],
@@ -687,23 +693,45 @@ def _split(value: Any, places: Any, bounds: dict[str, Tensor]) -> list[Any]:
         widths = [int(slot_G.max()) + 1 if len(slot_G) else 1 for slot_G in slots]
         return list(map(Cells, nodes, slots, widths))
     if isinstance(value, Ranges):
-        low = value.start_K[:-1] - value.skip_K
-        ends = low + value.start_K.diff()
-        return list(map(Ranges.of, _split(low, places, bounds), _split(ends, places, bounds)))
+        entries = value.start_K[bounds[places]]
+        num_nodes = bounds[places].diff()
+        skip_K = value.skip_K - torch.repeat_interleave(entries[:-1], num_nodes)
+        starts = _split_starts(value.start_K, bounds[places], entries)
+        skips = torch.split(skip_K, num_nodes.tolist())
+        return list(map(Ranges, starts, skips, entries.diff().tolist()))
     if not isinstance(places, str):
         fields = [_split(*field, bounds) for field in zip(value, places)]
         return [type(value)(*part) for part in zip(*fields)]
+    if places[0] == "+":
+        return _split_starts(value, bounds[places[1]], value[bounds[places[1]]])
     sizes: list[int] = bounds[places[0]].diff().tolist()
     if isinstance(value, int):
         return sizes
     if isinstance(value, Segments):
-        numbers = bounds[places[2]].diff().tolist()
-        return list(map(Segments.of, _split(value.of_E, places, bounds), numbers))
+        starts = _split_starts(value.start_K, bounds[places[2]], bounds[places[0]])
+        return list(map(Segments, _split(value.of_E, places, bounds), starts))
     if len(places) > 1:
         first_E = torch.repeat_interleave(bounds[places[2]][:-1], bounds[places[0]].diff())
         # a number before the part's is none: 0 or -1
         value = torch.where(value < first_E, value.clamp(max=0), value - first_E)
     return list(torch.split(value, sizes))
+
+
+def _split_starts(start_K: Tensor, first_P: Tensor, entry_P: Tensor) -> list[Tensor]:
+    """Return where the segments of each part begin and, last, how many entries it has.
+
+    Args:
+        first_P, entry_P: (parts + 1,) the first segment, and the first entry, of each part.
+    """
+    sizes = first_P.diff() + 1  # each has the beginning of the next one, too
+    part = torch.repeat_interleave(sizes)
+    number = torch.arange(len(part)) - part
+    start = start_K[number] - entry_P[part]
+    ends = sizes.cumsum(0)
+    # entries of no segment are in the part's first or last one
+    start[ends - 1] = entry_P.diff()
+    start[ends - sizes] = 0
+    return list(torch.split(start, sizes.tolist()))
 
 
 def tokens_that_ended(
