@@ -211,16 +211,11 @@ class Segments(NamedTuple):
 
     def reduce(self, x_E: Tensor, kind: str) -> Tensor:
         """Return the (num, ...) results of a reduction without a gradient: "sum" or "max"."""
-        return reduce_segments(x_E, self.start_K, kind)
-
-
-def reduce_segments(x_E: Tensor, start_K: Tensor, kind: str) -> Tensor:
-    """Return what `Segments.reduce` does, of entries from start_K[k] to start_K[k + 1]."""
-    num = len(start_K) - 1
-    if not x_E.numel() or not num:
-        return x_E.new_full((num, *x_E.shape[1:]), 0.0 if kind == "sum" else -torch.inf)
-    # unsafe: the starts are not read back to be checked
-    return torch.segment_reduce(x_E, kind, offsets=start_K, unsafe=True)
+        if not x_E.numel() or not self.num:
+            shape = (self.num, *x_E.shape[1:])
+            return x_E.new_full(shape, 0.0 if kind == "sum" else -torch.inf)
+        # unsafe: the starts are not read back to be checked
+        return torch.segment_reduce(x_E, kind, offsets=self.start_K, unsafe=True)
 
 
 class _SegmentSum(torch.autograd.Function):

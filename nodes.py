@@ -90,13 +90,6 @@ def with_rest(tables: Tables) -> Tables:
     )
 
 
-def next_piece(pieces_XP: Tensor, token_N: Tensor, level_N: Tensor) -> Tensor:
-    """Return (N,) piece `level` of the spelling of each token, -1 behind its end."""
-    width = pieces_XP.shape[1]
-    piece = pieces_XP[token_N, level_N.clamp(max=width - 1)]
-    return piece.masked_fill(level_N >= width, -1)
-
-
 class Ranges(NamedTuple):
     """Name places for each of K nodes, low .. high - 1; each is an entry, node by node.
 
@@ -178,8 +171,7 @@ class _Begun(NamedTuple):
         """Return (_Begun, all tokens of each node, with which student token each goes on or -1)."""
         nodes, place_E = Ranges.of(low, high).list()
         next_E = tables.pieces_W[tables.order_W[place_E], level[nodes.of_E]]
-        num_before_E = F.pad((next_E < 0).cumsum(0), (1, 0))
-        num_ended = num_before_E[nodes.start_K].diff()
+        num_ended = F.pad((next_E < 0).cumsum(0), (1, 0))[nodes.start_K].diff()
         return cls(row_K, level, low, high, num_ended), nodes, next_E
 
 
@@ -277,14 +269,12 @@ class Insides(NamedTuple):
     """List the inside nodes.
 
     row_S: (K,) int64, the student's row.
-    level: (K,) student tokens since the teacher token began.
     of_cells: the teacher tokens that begin so, cell by cell; those that end there are in any.
     cells: Cells, one for each token that comes next; the rest has none.
     token_G: (G,) that student token.
     """
 
     row_S: Tensor
-    level: Tensor
     of_cells: Segments
     cells: Cells
     token_G: Tensor
@@ -338,11 +328,6 @@ class Nodes(NamedTuple):
     reads: Reads
     row_A: Tensor
     order_A: Tensor
-
-    @property
-    def count_all(self) -> int:
-        """Return how many student positions (and n:m rests) the nodes cover."""
-        return len(self.row_A)
 
 
 def list_nodes(
@@ -534,7 +519,7 @@ def _list_choices(
 
     def keys_of(node_E: Tensor, token_E: Tensor) -> Tensor:
         """Name the cells of student tokens: by the teacher token that comes next, or stop."""
-        return node_E * stride + next_piece(tables.pieces_V, token_E, level[node_E]) + 1
+        return node_E * stride + tables.pieces_V[token_E, level[node_E]] + 1
 
     scopes, place_E = Ranges.of(low, high).list()
     token_E = tables.order_V[place_E]
@@ -599,7 +584,6 @@ def _list_insides(
     key_G, cell_E = distinct(nodes.of_E * stride + next_E, next_E >= 0)
     insides = Insides(
         row_S=first_S[chunk] + level,
-        level=level,
         of_cells=Segments.of(cell_E, len(key_G)),
         cells=Cells.of(key_G // stride, len(level)),
         token_G=key_G % stride,
@@ -652,7 +636,7 @@ _PLACES = (
     ("A>T", "A", "A", "+Z", "N", "B"),
     ("K>N", "K", "K", "K>T", "E>G", "E", ("G>K", "G"), "G", "K", "G", "H>K", "H>T", "H", "Y>G",
      "Y>B"),
-    ("M>S", "M", "Q>D", ("D>M", "D"), "D"),
+    ("M>S", "Q>D", ("D>M", "D"), "D"),
     ("U>S", "W>T", "W", "U>C", "W>C"),
 )
 

@@ -80,14 +80,12 @@ class GoingOn(NamedTuple):
 
     node_E: (E,) the node of each of the tokens that it may be; those of the roots come first.
     next_E: the student token with which each goes on, -1 for one that ends.
-    mass_K: (K,) lambda, the probability that it does.
-    ends_K: (K,) 1 - lambda, summed by itself, for where it is small.
+    ends_K: (K,) 1 - lambda, the probability that it does not.
     mass_E: (E,) lambda times the probability of each token if it goes on, 0 for one that ends.
     """
 
     node_E: Tensor
     next_E: Tensor
-    mass_K: Tensor
     ends_K: Tensor
     mass_E: Tensor
 
@@ -102,12 +100,12 @@ def going_on(y_MW: Tensor, begun: Continuations, tables: Tables) -> GoingOn:
     # finite where all are excluded
     top_K = nodes.reduce(logits_E, "max").clamp(min=torch.finfo(logits_E.dtype).min)
     mass_E = (logits_E - top_K[node_E]).exp()
-    mass_K2 = losses.reduce_segments(mass_E, begun.start_2K, "sum").view(-1, 2)
-    mass_K2[:, 0].clamp_(min=torch.finfo(mass_E.dtype).tiny)  # of those that end
-    all_K1 = mass_K2.sum(1, keepdim=True)
-    ends_K, going_K = (mass_K2 / all_K1).unbind(1)
-    mass_E = (mass_E / all_K1[node_E, 0]).masked_fill(next_E < 0, 0.0)
-    return GoingOn(node_E, next_E, going_K, ends_K, mass_E)
+    # of those that end, and that go on; a sum reads where they begin alone
+    ended_K, going_K = nodes._replace(start_K=begun.start_2K).sum(mass_E).view(-1, 2).unbind(1)
+    ended_K = _above_zero(ended_K)
+    all_K = ended_K + going_K
+    mass_E = (mass_E / all_K[node_E]).masked_fill(next_E < 0, 0.0)
+    return GoingOn(node_E, next_E, ended_K / all_K, mass_E)
 
 
 def _above_zero(mass: Tensor) -> Tensor:
@@ -120,31 +118,12 @@ class RootTarget(NamedTuple):
     cell_NC: (N, C) mass of each cell.
     first_K: (K,) the probability of the first token of the path of each choice, 0 if it cannot
         come.
-    longer: Longer.
+    longer_G: (G,) that of longer tokens that begin with a token of each cell of the choices.
     """
 
     cell_NC: Tensor
     first_K: Tensor
-    longer: "Longer"
-
-
-class Longer(NamedTuple):
-    """Hold what the tokens that are longer than a choice's student tokens say.
-
-    mass_K: (K,) the probability of all of them at the root.
-    mass_G: (G,) likewise, of those that begin with a token of each cell.
-    """
-
-    mass_K: Tensor
-    mass_G: Tensor
-
-
-def _longer_tokens(q_NW: Tensor, choices: Choices, tables: Tables) -> Longer:
-    tokens, place_E = choices.longer.list()
-    nodes = choices.cells.nodes
-    root_E = choices.roots.of_E[nodes.of_E[tokens.of_E]]
-    mass_G = tokens.sum(q_NW[root_E, tables.longer_F[place_E]])
-    return Longer(nodes.sum(mass_G), mass_G)
+    longer_G: Tensor
 
 
 def root_target(
@@ -159,31 +138,28 @@ def root_target(
     _mask_joined(q_NW, nodes, tables)
     choices = nodes.choices
     first_K = q_NW[choices.roots.of_E, choices.first_K]
-    longer = _longer_tokens(q_NW, choices, tables)
+    longer, place_E = choices.longer.list()
+    root_E = choices.roots.of_E[choices.cells.nodes.of_E[longer.of_E]]
+    longer_G = longer.sum(q_NW[root_E, tables.longer_F[place_E]])
     cell_NC = columns_W.sum(q_NW) * goes.ends_K[: len(q_NW), None]
     num = nodes.continuations.num_before
     cell_E = tables.cell_V[goes.next_E[:num]]  # of one that ends that of any, with mass 0
     has_cell_E = cell_E < tables.num_cells
     place = goes.node_E[:num], cell_E * has_cell_E
     cell_NC.index_put_(place, goes.mass_E[:num] * has_cell_E, accumulate=True)
-    return RootTarget(cell_NC / _above_zero(cell_NC.sum(1, keepdim=True)), first_K, longer)
+    return RootTarget(cell_NC / _above_zero(cell_NC.sum(1, keepdim=True)), first_K, longer_G)
 
 
 def _mask_joined(q_NW: Tensor, nodes: Nodes, tables: Tables) -> None:
     """Set to 0, in place, what the student's tokenizer would have joined to the token before."""
     next_N1 = nodes.roots.next_T[:, None]
     came_N1 = q_NW.gather(1, next_N1)
-    q_NW.view(-1).index_fill_(0, _joined(nodes, tables), 0.0)
-    q_NW.scatter_(1, next_N1, came_N1)  # it did come, whatever the tables say
-
-
-def _joined(nodes: Nodes, tables: Tables) -> Tensor:
-    """Return where, in the flattened (N, W), is what a join would have kept from coming."""
     joins, join_J = nodes.roots.joins.list()
-    ranges = Ranges.of(
-        tables.join_low_J[join_J], tables.join_high_J[join_J], nodes.roots.num_joined)
-    tokens, place_E = ranges.list()
-    return joins.of_E[tokens.of_E] * len(tables.cell_W) + tables.order_W[place_E]
+    tokens, place_E = Ranges.of(
+        tables.join_low_J[join_J], tables.join_high_J[join_J], nodes.roots.num_joined).list()
+    number_E = joins.of_E[tokens.of_E] * len(tables.cell_W) + tables.order_W[place_E]
+    q_NW.view(-1).index_fill_(0, number_E, 0.0)
+    q_NW.scatter_(1, next_N1, came_N1)  # it did come, whatever the tables say
 
 
 def merge_rest(x_NC: Tensor, logq_NC: Tensor) -> tuple[Tensor, Tensor]:
@@ -297,10 +273,12 @@ def choice_question(
 
     row_G = choices.row_T[node_G]
     split_G = _split_by_row(logq, row_G, choices)
-    split_G = torch.where(row_G >= 0, split_G, target.longer.mass_G)
+    split_G = torch.where(row_G >= 0, split_G, target.longer_G)
     split_G = split_G / _of_total(split_G, cells)
-    path_K = _mass_of_path(logq, target.first_K, choices)
-    ended_K = goes.ends_K[choices.roots.of_E] * (path_K + target.longer.mass_K)
+    # the teacher's mass on the path's first k tokens, 0 where rows do not tell
+    logq_E = logq(choices.step_row_E, choices.step_token_E)
+    path_K = target.first_K * choices.steps.sum(logq_E).exp() * choices.is_told
+    ended_K = goes.ends_K[choices.roots.of_E] * (path_K + cells.nodes.sum(target.longer_G))
     # where neither has any mass that counts, the split alone
     mass_G = ended_K.clamp(min=losses.TINY_MASS)[node_G] * split_G + other_G
     mass_G = mass_G / _of_total(mass_G, cells)
@@ -323,18 +301,6 @@ def _split_by_row(
     least = 16 * torch.finfo(q_G.dtype).eps
     rest_K = (1 - nodes.sum(q_G)).clamp(min=least)
     return torch.where(is_stop_G, rest_K[nodes.of_E], q_G)
-
-
-def _mass_of_path(
-    logq: Callable[[Tensor, Tensor], Tensor], first_K: Tensor, choices: Choices
-) -> Tensor:
-    """Return (K,) the teacher's mass on the path's first k tokens; 0 where rows do not tell.
-
-    Args:
-        first_K: the mass of the path's first token.
-    """
-    logq_E = logq(choices.step_row_E, choices.step_token_E)
-    return first_K * choices.steps.sum(logq_E).exp() * choices.is_told
 
 
 def inside_question(
@@ -439,16 +405,15 @@ def translated(
     target = root_target(y_MW, nodes, goes, tables, cells.columns_W)
     x_root, answers = _read(x_NV, y_MW, nodes)
     value_N = of_roots(x_root, target.cell_NC, cells.columns_V, compare, has_rest)
-    others = _compare_others(
+    choice_K, inside_K, rest_M = _compare_others(
         answers, y_MW, nodes, target, goes, compare=compare, temperature=temperature)
     if len(nodes.choices.level):
-        value_N = value_N + nodes.choices.roots.sum(others.choice_K)
-    rest_M = others.rest_M
+        value_N = value_N + nodes.choices.roots.sum(choice_K)
     if text_weight:
         share = text_weight / temperature**2  # the text is not softened
         value_N = value_N + share * _text_in_cells(x_root, nodes.roots.next_S, tables)
         rest_M = share * _text_in_rests(answers, nodes.rests)
-    value_A = losses.scaled(torch.cat([value_N, others.inside_K, rest_M]), temperature**2)
+    value_A = losses.scaled(torch.cat([value_N, inside_K, rest_M]), temperature**2)
     row_A = nodes.row_A
     if reduction == "none":
         value_A, row_A = value_A[nodes.order_A], row_A[nodes.order_A]
@@ -473,19 +438,11 @@ def _text_in_rests(answers: Answers, rests: Rests) -> Tensor:
     return rests.chunks_S.sum(value_S.index_fill(0, rests.chunks_S.start_K[:-1], 0.0))
 
 
-class OtherValues(NamedTuple):
-    """Hold the divergences of choices, insides and rests."""
-
-    choice_K: Tensor
-    inside_K: Tensor
-    rest_M: Tensor
-
-
 def _compare_others(
     answers: Answers, y_MW: Tensor, nodes: Nodes, target: RootTarget, goes: GoingOn, *,
     compare: Compare, temperature: float,
-) -> OtherValues:
-    """Compare all nodes but the roots."""
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the divergences of choices, insides and rests."""
     choices, insides, rests = nodes.choices, nodes.insides, nodes.rests
     num_many = len(rests.row_S)
     sizes = [len(choices.token_E), len(insides.token_G), num_many]
@@ -505,7 +462,7 @@ def _compare_others(
         logits_M = losses.at_least_float32(y_MW[rests.row_T, rests.next_T])
         logq_M = logits_M - answers.log_total_M[rests.row_T]
         rest_M = _rests(x_many - rest_many, logq_M, rests, temperature)
-    return OtherValues(choice_K, inside_K, rest_M)
+    return choice_K, inside_K, rest_M
 
 
 def cell_coverage(

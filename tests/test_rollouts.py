@@ -174,7 +174,7 @@ def root_targets(batch, tables):
         first = torch.searchsorted(teacher.sample_of_student, sample)
         for number, key in enumerate(zip(sample.tolist(), (row_S - first).tolist())):
             targets[key] = cell_NC[number]
-            going[key] = float(goes.mass_K[number])
+            going[key] = 1 - float(goes.ends_K[number])
     return targets, going
 
 

@@ -437,7 +437,7 @@ class Collator:
             for sub_tile in tile.sub_tiles:
                 terms = sub_tile.terms
                 if isinstance(terms, Nodes):
-                    num_terms = terms.count_all
+                    num_terms = len(terms.row_A)
                     cells = cells_of_roots(terms, pair.spelling)
                     counts.roots += len(cells[0])
                     counts.misplaced_roots += int((cells[0] != cells[1]).sum())
