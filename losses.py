@@ -273,11 +273,8 @@ class Columns(NamedTuple):
     @classmethod
     def of(cls, of_X: Tensor, num: int) -> "Columns":
         """Group columns by the number of their set; waits for a device that is not the CPU."""
-        device = of_X.device
-        of_X = of_X.cpu()
-        none_X = of_X >= num
-        set_E, order_E = of_X.sort(stable=True)
-        in_one = ~none_X[order_E]
+        set_E, order_E = of_X.cpu().sort(stable=True)
+        in_one = set_E < num
         set_E, order_E = set_E[in_one], order_E[in_one]
         is_first = torch.ones_like(set_E, dtype=torch.bool)
         is_first[1:] = set_E[1:] != set_E[:-1]
@@ -285,10 +282,9 @@ class Columns(NamedTuple):
         first_K[set_E[is_first]] = order_E[is_first]
         many_L, sizes = torch.unique_consecutive(set_E[~is_first], return_counts=True)
         start_L = torch.cat([sizes.new_zeros(1), sizes.cumsum(0)])
-        return cls(
-            of_X.masked_fill(none_X, 0), none_X, first_K.clamp(min=0), first_K < 0, many_L,
-            order_E[~is_first], start_L,
-        ).to(device)
+        none_X = of_X >= num
+        rest = first_K.clamp(min=0), first_K < 0, many_L, order_E[~is_first], start_L
+        return cls(of_X.masked_fill(none_X, 0), none_X, *(x.to(of_X.device) for x in rest))
 
     def to(self, device: torch.device | str) -> "Columns":
         return Columns(*(field.to(device) for field in self))
@@ -431,8 +427,7 @@ def position_divergence(
         ids_NK = _support_ids(student_NV, teacher_NV, support, top_k)
         logp = top_k_buckets(logp, ids_NK, tail)
         logq = top_k_buckets(logq, ids_NK, tail)
-    value_N = divergence_of(name, logp, logq, coefficient)
-    value_N = scaled(value_N, temperature**2)
+    value_N = scaled(divergence_of(name, logp, logq, coefficient), temperature**2)
     return reduce_terms(value_N, row_N, shape_BS, weight_BS, reduction)
 
 

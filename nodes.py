@@ -199,9 +199,8 @@ class Continuations(NamedTuple):
         order = torch.cat(parts).argsort(stable=True)
         row_K, level, low, high, num_ended = (torch.cat(x)[order] for x in zip(before, inside))
         tokens = Ranges.of(low, high)
-        first_K = tokens.start_K[:-1]
-        in_turn = torch.stack([first_K, first_K + num_ended], 1).flatten()
-        start_2K = torch.cat([in_turn, tokens.start_K[-1:]])
+        start_2K = tokens.start_K.repeat_interleave(2)[:-1]
+        start_2K[1::2] += num_ended
         num_before = int((before.high - before.low).sum())
         return cls(row_K, level, tokens, start_2K, len(before.row_K), num_before)
 
@@ -425,15 +424,6 @@ def _list_roots(
 def _num_joined(read_N: Tensor, tables: Tables) -> Tensor:
     """Return (N,) teacher tokens that cannot come behind each student token; -1: no token."""
     return tables.joined_V[read_N.clamp(min=0)] * (read_N >= 0)
-
-
-def cells_of_roots(nodes: Nodes, tables: Tables) -> tuple[Tensor, Tensor]:
-    """Return (N,) the cells of the student's token, and of the teacher's, that come at each root.
-
-    Where they differ, a token of the teacher is one that the student begins otherwise in this text
-    than in the tables.
-    """
-    return tables.cell_V[nodes.roots.next_S], tables.cell_W[nodes.roots.next_T]
 
 
 def _list_before(roots: Roots, tables: Tables) -> tuple[_Begun, Segments, Tensor]:
