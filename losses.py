@@ -163,9 +163,8 @@ def next_token_cross_entropy(
     check_side("student", logits_BSV, labels_BS=labels_BS)
     if not select and reduction == "sum" and weight_BS is None:
         logits_NV = at_least_float32(logits_BSV.flatten(0, 1))
-        total = F.cross_entropy(
-            logits_NV, labels_BS.reshape(-1), ignore_index=-100, reduction="sum"
-        )
+        total = F.cross_entropy(logits_NV, labels_BS.reshape(-1), ignore_index=-100,
+                                reduction="sum")
         return total, (labels_BS != -100).sum(dtype=total.dtype)
     is_labeled = labels_BS != -100  # rows are selected, not masked: 0 * NaN reaches the gradient
     logp_NV = at_least_float32(logits_BSV[is_labeled]).log_softmax(-1)
@@ -339,7 +338,6 @@ def log_masses(x_NX: Tensor, columns: Columns) -> Tensor:
 
 
 # --- one vocabulary: divergences per position ----------------------------------------------------
-
 
 # `help(losses.position_divergence)` lists their arguments, options, results and errors.
 
@@ -605,14 +603,13 @@ def find_chunks(student_chunk_BS: Tensor, teacher_chunk_BT: Tensor) -> Chunks:
             the tokens of a chunk are neighbors.
     """
     num_samples = len(student_chunk_BS)
+    ids_per_sample = 0
     for name, chunk in (("student", student_chunk_BS), ("teacher", teacher_chunk_BT)):
         shape = (num_samples, *chunk.shape[1:])
         check_positions("the student's chunks are of", shape, **{f"{name}_chunk": chunk})
-    ids_per_sample = 0
-    for chunk in (student_chunk_BS, teacher_chunk_BT):
         if chunk.numel():
             ids_per_sample = max(ids_per_sample, 1 + int(chunk.max()))
-    num_keys = student_chunk_BS.shape[0] * ids_per_sample
+    num_keys = num_samples * ids_per_sample
     key_S, first_S, count_S = _measure_keys(student_chunk_BS, ids_per_sample)
     key_T, first_T, count_T = _measure_keys(teacher_chunk_BT, ids_per_sample)
     on_both_sides = (count_S > 0) & (count_T > 0)
@@ -621,18 +618,10 @@ def find_chunks(student_chunk_BS: Tensor, teacher_chunk_BT: Tensor) -> Chunks:
     number[:-1][on_both_sides] = torch.arange(int(on_both_sides.sum()), device=number.device)
     row_S, of_S, whole_S = _list_rows(number[key_S])
     row_T, of_T, whole_T = _list_rows(number[key_T])
-    return Chunks(
-        first_S=first_S[on_both_sides],
-        first_T=first_T[on_both_sides],
-        count_S=count_S[on_both_sides],
-        count_T=count_T[on_both_sides],
-        row_S=row_S,
-        row_T=row_T,
-        of_S=of_S,
-        of_T=of_T,
-        whole_S=whole_S,
-        whole_T=whole_T,
-    )
+    first_S, first_T, count_S, count_T = (
+        tensor[on_both_sides] for tensor in (first_S, first_T, count_S, count_T))
+    return Chunks(first_S=first_S, first_T=first_T, count_S=count_S, count_T=count_T, row_S=row_S,
+                  row_T=row_T, of_S=of_S, of_T=of_T, whole_S=whole_S, whole_T=whole_T)
 
 
 def _measure_keys(chunk_BX: Tensor, ids_per_sample: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -959,10 +948,8 @@ def common_tokens(indices_VK: Tensor, likelihoods_VK: Tensor, relaxed: bool = Fa
         is_common = (indices_VK[:, 1:] < 0).all(1) & (top_weight_V > 1 - 1e-6)
     candidates = ((teacher_id_V >= 0) & is_common).nonzero().squeeze(1)
     if len(candidates) == 0:
-        raise ValueError(
-            "the projection has no common token: no row of one slot with weight 1 (-1 marks unused "
-            "slots); build it with projection_tools.build"
-        )
+        raise ValueError("the projection has no common token: no row of one slot with weight 1 (-1 "
+                         "marks unused slots); build it with projection_tools.build")
     # sort by teacher id, then the heaviest first, then the lowest student id
     order = candidates[torch.sort(-top_weight_V[candidates], stable=True).indices]
     order = order[torch.sort(teacher_id_V[order], stable=True).indices]
@@ -1003,9 +990,8 @@ def gold(
     check_side("student", student_logits_BSV, student_chunk_BS=student_chunk_BS)
     check_side("teacher", teacher_logits_BTW, teacher_chunk_BT=teacher_chunk_BT)
     chunks = chunks or find_chunks(student_chunk_BS, teacher_chunk_BT)
-    common, others = _common_and_others(
-        student_logits_BSV, teacher_logits_BTW, (common_V, common_W), rest
-    )
+    common, others = _common_and_others(student_logits_BSV, teacher_logits_BTW,
+                                        (common_V, common_W), rest)
     x_NV = _chunk_rows(student_logits_BSV, chunks.row_S, chunks.whole_S, temperature)
     logp_CV = _log_chunk_mean(x_NV.log_softmax(-1), chunks.of_S, chunks.count_S)
     with torch.no_grad():
