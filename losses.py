@@ -50,6 +50,16 @@ def at_least_float32(x: Tensor) -> Tensor:
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
+def at_least(x: Tensor, low: float) -> Tensor:
+    """Return x.clamp(min=low), whose gradient takes a GPU three kernels where this takes one."""
+    return F.threshold(x, low, low)
+
+
+def scaled(x: Tensor, factor: float) -> Tensor:
+    """Return factor * x, and x itself where the factor is 1."""
+    return x if factor == 1 else factor * x
+
+
 def check_side(side: str, logits_BNX: Tensor, **of_positions: Tensor | None) -> None:
     """Raise a ValueError for logits that are no floats, or what does not describe their positions.
 
@@ -99,31 +109,36 @@ def check_equal_shapes(student_BSX: Tensor, teacher_BSX: Tensor) -> None:
 
 
 def reduce_terms(
-    value_N: Tensor, row_N: Tensor, shape_BS: tuple[int, ...], weight_BS: Tensor | None,
+    value_N: Tensor, row_N: Tensor | None, shape_BS: tuple[int, ...], weight_BS: Tensor | None,
     reduction: str,
 ) -> SumAndCount:
     """Weight the terms of a loss and reduce them; see `reduction` in the module's docstring.
 
     Args:
         value_N: terms, nats.
-        row_N: int64, row of the flattened (B * S) where each term begins.
+        row_N: int64, row of the flattened (B * S) where each term begins; None: one in every row.
         shape_BS: (B, S).
         weight_BS: (B, S) weights of these rows; None: 1.
     Raises:
         ValueError: unknown reduction.
     """
+    if weight_BS is None and reduction == "sum":
+        return value_N.sum(), value_N.new_full((), len(value_N))
     if weight_BS is None:
         weight_N = torch.ones_like(value_N)
     else:
         check_positions("the terms are of", shape_BS, weight_BS=weight_BS)
-        weight_N = weight_BS.reshape(-1)[row_N].to(value_N)
-    value_N = value_N * weight_N
+        weight_N = weight_BS.reshape(-1).to(value_N)
+        weight_N = weight_N if row_N is None else weight_N[row_N]
+        value_N = value_N * weight_N
     if reduction == "none":
         return value_N, weight_N
     if reduction == "sum":
         return value_N.sum(), weight_N.sum()
     if reduction != "sample":
         raise ValueError(f"reduction={reduction!r}: expected 'sum', 'sample' or 'none'")
+    if row_N is None:
+        row_N = torch.arange(len(value_N), device=value_N.device)
     sample_N = row_N // max(1, shape_BS[1])
     zeros_B = value_N.new_zeros(shape_BS[0])
     return zeros_B.index_add(0, sample_N, value_N), zeros_B.index_add(0, sample_N, weight_N)
@@ -148,10 +163,9 @@ def next_token_cross_entropy(
     check_side("student", logits_BSV, labels_BS=labels_BS)
     if not select and reduction == "sum" and weight_BS is None:
         logits_NV = at_least_float32(logits_BSV.flatten(0, 1))
-        total = F.cross_entropy(
-            logits_NV, labels_BS.reshape(-1), ignore_index=-100, reduction="sum"
-        )
-        return total, (labels_BS != -100).sum().to(total.dtype)
+        total = F.cross_entropy(logits_NV, labels_BS.reshape(-1), ignore_index=-100,
+                                reduction="sum")
+        return total, (labels_BS != -100).sum(dtype=total.dtype)
     is_labeled = labels_BS != -100  # rows are selected, not masked: 0 * NaN reaches the gradient
     logp_NV = at_least_float32(logits_BSV[is_labeled]).log_softmax(-1)
     value_N = -logp_NV.gather(1, labels_BS[is_labeled][:, None]).squeeze(1)
@@ -191,7 +205,7 @@ class Segments(NamedTuple):
     def logsumexp(self, x_E: Tensor) -> Tensor:
         """Return the (num,) logsumexp, -inf for segments without an entry or of -inf alone."""
         top_K = self.reduce(x_E.detach(), "max")
-        finite_K = top_K.masked_fill(top_K == -torch.inf, 0.0)
+        finite_K = top_K.clamp(min=torch.finfo(top_K.dtype).min)
         return self.sum((x_E - finite_K[self.of_E]).exp()).log() + finite_K
 
     def reduce(self, x_E: Tensor, kind: str) -> Tensor:
@@ -240,15 +254,17 @@ def take_columns(x_NX: Tensor, column_E: Tensor) -> Tensor:
 class Columns(NamedTuple):
     """Group columns into sets, most of which have one: sums are a selection, and a little more.
 
-    of_X: (X,) int64, the set of each column; K: it is in none.
-    first_K: (K,) int64, the first column of each set, -1 for a set of nothing.
+    of_X: (X,) int64, the set of each column, 0 where it is in none; none_X: (X,) bool, is it?
+    first_K: (K,) int64, the first column of each set, 0 for a set of nothing; empty_K: is it one?
     many_L: (L,) int64, the sets that have more.
     more_E: (E,) int64, their other columns, set by set.
     start_L: (L + 1,) int64, where those of each begin in more_E.
     """
 
     of_X: Tensor
+    none_X: Tensor
     first_K: Tensor
+    empty_K: Tensor
     many_L: Tensor
     more_E: Tensor
     start_L: Tensor
@@ -265,8 +281,9 @@ class Columns(NamedTuple):
         first_K[set_E[is_first]] = order_E[is_first]
         many_L, sizes = torch.unique_consecutive(set_E[~is_first], return_counts=True)
         start_L = torch.cat([sizes.new_zeros(1), sizes.cumsum(0)])
-        rest = first_K, many_L, order_E[~is_first], start_L
-        return cls(of_X, *(field.to(of_X.device) for field in rest))
+        none_X = of_X >= num
+        rest = first_K.clamp(min=0), first_K < 0, many_L, order_E[~is_first], start_L
+        return cls(of_X.masked_fill(none_X, 0), none_X, *(x.to(of_X.device) for x in rest))
 
     def to(self, device: torch.device | str) -> "Columns":
         return Columns(*(field.to(device) for field in self))
@@ -275,7 +292,8 @@ class Columns(NamedTuple):
         """Return the (N, K) sums of the columns of each set."""
         num = len(self.first_K)
         if x_NX.device.type in ORDERED_DEVICES:  # one column more, for those that are in no set
-            return x_NX.new_zeros(len(x_NX), num + 1).index_add(1, self.of_X, x_NX)[:, :-1]
+            of_X = self.of_X.masked_fill(self.none_X, num)
+            return x_NX.new_zeros(len(x_NX), num + 1).index_add(1, of_X, x_NX)[:, :-1]
         out: Tensor = _ColumnSum.apply(x_NX, self)  # type: ignore[no-untyped-call]
         return out
 
@@ -285,9 +303,9 @@ class _ColumnSum(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x_NX: Tensor, columns: Columns) -> Tensor:
-        ctx.of_X = columns.of_X
-        first_K, many_L = columns.first_K, columns.many_L
-        out_NK = x_NX.index_select(1, first_K.clamp(min=0)).masked_fill(first_K < 0, 0.0)
+        ctx.columns = columns
+        many_L = columns.many_L
+        out_NK = x_NX.index_select(1, columns.first_K).masked_fill(columns.empty_K, 0.0)
         if len(many_L):
             more_EN = x_NX.T.index_select(0, columns.more_E)
             sum_LN = torch.segment_reduce(more_EN, "sum", offsets=columns.start_L, unsafe=True)
@@ -298,9 +316,8 @@ class _ColumnSum(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        num = grads[0].shape[1]
-        d_NX = grads[0].index_select(1, ctx.of_X.clamp(max=num - 1))
-        return d_NX.masked_fill(ctx.of_X == num, 0.0), None
+        d_NX = grads[0].index_select(1, ctx.columns.of_X)
+        return d_NX.masked_fill(ctx.columns.none_X, 0.0), None
 
 
 def log_masses(x_NX: Tensor, columns: Columns) -> Tensor:
@@ -312,16 +329,15 @@ def log_masses(x_NX: Tensor, columns: Columns) -> Tensor:
         x_NX: logits, at least float32.
     """
     # those in no set may be larger than all others
-    x_NX = x_NX.masked_fill(columns.of_X == len(columns.first_K), -torch.inf)
+    x_NX = x_NX.masked_fill(columns.none_X, -torch.inf)
     # finite in a row of -inf alone, where -inf - -inf would be NaN
     top_N1 = x_NX.detach().amax(-1, keepdim=True).clamp(min=torch.finfo(x_NX.dtype).min)
     mass_NX = (x_NX - top_N1 + SHIFT).exp()  # lifted, to reach that far in float32
     mass_NK = columns.sum(mass_NX)
-    return mass_NK.clamp(min=torch.finfo(mass_NK.dtype).tiny).log()
+    return at_least(mass_NK, torch.finfo(mass_NK.dtype).tiny).log()
 
 
 # --- one vocabulary: divergences per position ----------------------------------------------------
-
 
 # `help(losses.position_divergence)` lists their arguments, options, results and errors.
 
@@ -401,8 +417,7 @@ def position_divergence(
     teacher_NV = _select_positions(teacher_logits_BSV.detach(), mask_BS)
     teacher_temperature = teacher_temperature or temperature
     shape_BS = student_logits_BSV.shape[:2]
-    all_rows_BS = torch.arange(shape_BS.numel(), device=student_NV.device).view(shape_BS)
-    row_N = _select_positions(all_rows_BS, mask_BS)
+    row_N = None if mask_BS is None else mask_BS.reshape(-1).nonzero().squeeze(1)
     logp = _clamped_logp(student_NV, temperature)
     with torch.no_grad():
         logq = _clamped_logp(teacher_NV, teacher_temperature)
@@ -410,8 +425,8 @@ def position_divergence(
         ids_NK = _support_ids(student_NV, teacher_NV, support, top_k)
         logp = top_k_buckets(logp, ids_NK, tail)
         logq = top_k_buckets(logq, ids_NK, tail)
-    value_N = divergence_of(name, logp, logq, coefficient)
-    return reduce_terms(temperature**2 * value_N, row_N, shape_BS, weight_BS, reduction)
+    value_N = scaled(divergence_of(name, logp, logq, coefficient), temperature**2)
+    return reduce_terms(value_N, row_N, shape_BS, weight_BS, reduction)
 
 
 def merge_unkept(
@@ -446,7 +461,7 @@ def _soften(logits: Tensor, temperature: float) -> Tensor:
 
 
 def _clamped_logp(logits_NV: Tensor, temperature: float) -> Tensor:
-    return _soften(logits_NV, temperature).log_softmax(-1).clamp(min=FLOOR)
+    return at_least(_soften(logits_NV, temperature).log_softmax(-1), FLOOR)
 
 
 def _support_ids(student_NV: Tensor, teacher_NV: Tensor, support: str, top_k: int) -> Tensor:
@@ -468,7 +483,7 @@ def top_k_buckets(logp_NV: Tensor, ids_NK: Tensor, tail: bool) -> Tensor:
     # the tail comes from the other tokens: 1 - sum would lose a small tail, and its gradient
     others = logp_NV.scatter(1, ids_NK, 10 * FLOOR)  # exp(10 * FLOOR) is 0
     tail_N = others.logsumexp(-1)
-    return torch.cat([kept_NK, tail_N[:, None].clamp(min=FLOOR)], 1)
+    return torch.cat([kept_NK, at_least(tail_N[:, None], FLOOR)], 1)
 
 
 class Mixture(NamedTuple):
@@ -512,7 +527,7 @@ def divergence_of(name: str, logp: Tensor, logq: Tensor, coefficient: float = 0.
 
     Args:
         name, coefficient: see `position_divergence`.
-        logp, logq: of the student and the teacher, (..., X); a teacher's -inf adds nothing.
+        logp, logq: of the student and the teacher, (..., X), finite.
     """
     if name == "adaptive_kl":
         return _adaptive_divergence(logp, logq, coefficient)
@@ -526,18 +541,15 @@ def divergence_of(name: str, logp: Tensor, logq: Tensor, coefficient: float = 0.
         logm = logq
     else:  # also KL(q || q): it is 0, but has to have a gradient, of 0
         logm = _log_mixture(logp, logq, 1 - student_weight)
-    terms = []
-    if forward_weight:
-        terms.append(forward_weight * _kl(logq, logm))
-    if reverse_weight:
-        terms.append(reverse_weight * _kl(logp, logm))
-    return torch.stack(terms).sum(0)
+    if not reverse_weight:
+        return scaled(_kl(logq, logm), forward_weight)
+    reverse = scaled(_kl(logp, logm), reverse_weight)
+    return reverse + forward_weight * _kl(logq, logm) if forward_weight else reverse
 
 
 def _kl(logq: Tensor, logp: Tensor) -> Tensor:
-    """Sum q (log q - log p) over the last axis; q = 0 adds nothing, whatever log p is."""
-    q = logq.exp()
-    return (q * (logq - logp)).masked_fill(q == 0, 0.0).sum(-1)
+    """Sum q (log q - log p) over the last axis; all logarithms are finite."""
+    return (logq.exp() * (logq - logp)).sum(-1)
 
 
 def _log_mixture(logp: Tensor, logq: Tensor, weight_q: float) -> Tensor:
@@ -591,14 +603,13 @@ def find_chunks(student_chunk_BS: Tensor, teacher_chunk_BT: Tensor) -> Chunks:
             the tokens of a chunk are neighbors.
     """
     num_samples = len(student_chunk_BS)
+    ids_per_sample = 0
     for name, chunk in (("student", student_chunk_BS), ("teacher", teacher_chunk_BT)):
         shape = (num_samples, *chunk.shape[1:])
         check_positions("the student's chunks are of", shape, **{f"{name}_chunk": chunk})
-    ids_per_sample = 0
-    for chunk in (student_chunk_BS, teacher_chunk_BT):
         if chunk.numel():
             ids_per_sample = max(ids_per_sample, 1 + int(chunk.max()))
-    num_keys = student_chunk_BS.shape[0] * ids_per_sample
+    num_keys = num_samples * ids_per_sample
     key_S, first_S, count_S = _measure_keys(student_chunk_BS, ids_per_sample)
     key_T, first_T, count_T = _measure_keys(teacher_chunk_BT, ids_per_sample)
     on_both_sides = (count_S > 0) & (count_T > 0)
@@ -607,18 +618,10 @@ def find_chunks(student_chunk_BS: Tensor, teacher_chunk_BT: Tensor) -> Chunks:
     number[:-1][on_both_sides] = torch.arange(int(on_both_sides.sum()), device=number.device)
     row_S, of_S, whole_S = _list_rows(number[key_S])
     row_T, of_T, whole_T = _list_rows(number[key_T])
-    return Chunks(
-        first_S=first_S[on_both_sides],
-        first_T=first_T[on_both_sides],
-        count_S=count_S[on_both_sides],
-        count_T=count_T[on_both_sides],
-        row_S=row_S,
-        row_T=row_T,
-        of_S=of_S,
-        of_T=of_T,
-        whole_S=whole_S,
-        whole_T=whole_T,
-    )
+    first_S, first_T, count_S, count_T = (
+        tensor[on_both_sides] for tensor in (first_S, first_T, count_S, count_T))
+    return Chunks(first_S=first_S, first_T=first_T, count_S=count_S, count_T=count_T, row_S=row_S,
+                  row_T=row_T, of_S=of_S, of_T=of_T, whole_S=whole_S, whole_T=whole_T)
 
 
 def _measure_keys(chunk_BX: Tensor, ids_per_sample: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -682,7 +685,7 @@ def chunk_logp(
     """
     next_N1 = next_BX.reshape(-1)[row_N[:, None]]
     logp_NX = _select_rows(logits_NX, row_N, temperature).log_softmax(-1)
-    return row_sums(logp_NX.gather(1, next_N1).squeeze(1).clamp(min=FLOOR), of_N, num_chunks)
+    return row_sums(at_least(logp_NX.gather(1, next_N1).squeeze(1), FLOOR), of_N, num_chunks)
 
 
 def bernoulli_kl(logq: Tensor, logp: Tensor) -> Tensor:
@@ -706,7 +709,7 @@ def softened(log_KG: Tensor, log_zero: float, temperature: float) -> Tensor:
     logp_KG = log_KG.log_softmax(-1)
     is_zero_KG = logp_KG <= log_zero + 1  # rounding, and what is added to a mass to be above 0
     logp_KG = (logp_KG / temperature).masked_fill(is_zero_KG, -torch.inf)
-    return logp_KG.log_softmax(-1).clamp(min=log_zero)
+    return at_least(logp_KG.log_softmax(-1), log_zero)
 
 
 def soften_bernoulli(logp: Tensor, temperature: float) -> Tensor:
@@ -814,7 +817,7 @@ def projection_kl(
     else:
         log_r_CK = (r_CK + EPSILON).log()
     kl_C = _kl(log_r_CK, log_target_CK) if reverse else _kl(log_target_CK, log_r_CK)
-    value_C = temperature**2 * kl_C
+    value_C = scaled(kl_C, temperature**2)
     return reduce_terms(value_C, chunks.first_S, student_chunk_BS.shape, weight_BS, reduction)
 
 
@@ -827,7 +830,7 @@ def _projection_target(
     else:
         logq_MK = y_MW.gather(1, kept_K.expand(len(y_MW), -1)).log_softmax(-1)
     if teacher_average == "logp":
-        return chunk_mean(logq_MK, chunks.of_T, chunks.count_T)
+        return chunk_mean(at_least(logq_MK, FLOOR), chunks.of_T, chunks.count_T)
     q_CK = chunk_mean(logq_MK.exp(), chunks.of_T, chunks.count_T)
     return q_CK.clamp(min=TINY_MASS).log()
 
@@ -945,10 +948,8 @@ def common_tokens(indices_VK: Tensor, likelihoods_VK: Tensor, relaxed: bool = Fa
         is_common = (indices_VK[:, 1:] < 0).all(1) & (top_weight_V > 1 - 1e-6)
     candidates = ((teacher_id_V >= 0) & is_common).nonzero().squeeze(1)
     if len(candidates) == 0:
-        raise ValueError(
-            "the projection has no common token: no row of one slot with weight 1 (-1 marks unused "
-            "slots); build it with projection_tools.build"
-        )
+        raise ValueError("the projection has no common token: no row of one slot with weight 1 (-1 "
+                         "marks unused slots); build it with projection_tools.build")
     # sort by teacher id, then the heaviest first, then the lowest student id
     order = candidates[torch.sort(-top_weight_V[candidates], stable=True).indices]
     order = order[torch.sort(teacher_id_V[order], stable=True).indices]
@@ -989,9 +990,8 @@ def gold(
     check_side("student", student_logits_BSV, student_chunk_BS=student_chunk_BS)
     check_side("teacher", teacher_logits_BTW, teacher_chunk_BT=teacher_chunk_BT)
     chunks = chunks or find_chunks(student_chunk_BS, teacher_chunk_BT)
-    common, others = _common_and_others(
-        student_logits_BSV, teacher_logits_BTW, (common_V, common_W), rest
-    )
+    common, others = _common_and_others(student_logits_BSV, teacher_logits_BTW,
+                                        (common_V, common_W), rest)
     x_NV = _chunk_rows(student_logits_BSV, chunks.row_S, chunks.whole_S, temperature)
     logp_CV = _log_chunk_mean(x_NV.log_softmax(-1), chunks.of_S, chunks.count_S)
     with torch.no_grad():
@@ -1005,7 +1005,7 @@ def gold(
     kl_C = _kl(logp, logq) if reverse else _kl(logq, logp)
     num_compared = min(uncommon_topk, len(others.student), len(others.teacher))
     distance_C = sorted_distance(logp_others.exp(), logq_others.exp(), num_compared)
-    value_C = temperature**2 * (kl_C + distance_C)
+    value_C = scaled(kl_C + distance_C, temperature**2)
     return reduce_terms(value_C, chunks.first_S, student_chunk_BS.shape, weight_BS, reduction)
 
 
@@ -1022,9 +1022,9 @@ def _common_and_others(
 
 def _log_chunk_mean(logp_NX: Tensor, of_N: Tensor, count_C: Tensor) -> Tensor:
     """Return the (C, X) logarithm of `chunk_mean` of the probabilities, at least FLOOR."""
+    logp_NX = at_least(logp_NX, FLOOR)
     if len(logp_NX) == len(count_C):  # every chunk is one row
-        return logp_NX.clamp(min=FLOOR)
-    logp_NX = logp_NX.clamp(min=FLOOR)
+        return logp_NX
     top_CX = Segments.of(of_N, len(count_C)).reduce(logp_NX.detach(), "max")
     mean_CX = chunk_mean((logp_NX - top_CX[of_N]).exp(), of_N, count_C)
     return mean_CX.log() + top_CX
@@ -1032,7 +1032,7 @@ def _log_chunk_mean(logp_NX: Tensor, of_N: Tensor, count_C: Tensor) -> Tensor:
 
 def _with_bucket(logp_CN: Tensor, others_CM: Tensor) -> Tensor:
     """Append the log-probability of all other tokens together; FLOOR: there are none."""
-    bucket_C1 = others_CM.logsumexp(1, keepdim=True).clamp(min=FLOOR)
+    bucket_C1 = at_least(others_CM.logsumexp(1, keepdim=True), FLOOR)
     return torch.cat([logp_CN, bucket_C1], 1)
 
 

@@ -16,6 +16,7 @@ Tests: tests/test_translation.py.
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 try:
@@ -89,23 +90,29 @@ def with_rest(tables: Tables) -> Tables:
     )
 
 
-def next_piece(pieces_XP: Tensor, token_N: Tensor, level_N: Tensor) -> Tensor:
-    """Return (N,) piece `level` of the spelling of each token, -1 behind its end."""
-    width = pieces_XP.shape[1]
-    piece = pieces_XP[token_N, level_N.clamp(max=width - 1)]
-    return piece.masked_fill(level_N >= width, -1)
+class Ranges(NamedTuple):
+    """Name places for each of K nodes, low .. high - 1; each is an entry, node by node.
 
-
-def expand(low: Tensor, high: Tensor, num: int | None = None) -> tuple[Tensor, Tensor]:
-    """Return (number of its range, place) of every place of the ranges low .. high - 1.
-
-    Args:
-        num: of all places, where it is known; else the device is asked, and waited for.
+    start_K: (K + 1,) int64, the first entry of each node and, last, E.
+    skip_K: (K,) the number of an entry less its place.
+    num: E.
     """
-    sizes = high - low
-    number = torch.repeat_interleave(sizes, output_size=num)
-    before_low = high - sizes.cumsum(0)  # low, less the places of all ranges before
-    return number, torch.arange(len(number), device=sizes.device) + before_low[number]
+
+    start_K: Tensor
+    skip_K: Tensor
+    num: int
+
+    @classmethod
+    def of(cls, low: Tensor, high: Tensor, num: int | None = None) -> "Ranges":
+        """Make ranges; num: E, where it is known; else the device is asked, and waited for."""
+        start_K = F.pad((high - low).cumsum(0), (1, 0))
+        return cls(start_K, start_K[:-1] - low, int(start_K[-1]) if num is None else num)
+
+    def list(self) -> tuple[Segments, Tensor]:
+        """Return (the entries of each node, the place of each entry)."""
+        node_E = torch.repeat_interleave(self.start_K.diff(), output_size=self.num)
+        place_E = torch.arange(self.num, device=node_E.device) - self.skip_K[node_E]
+        return Segments(node_E, self.start_K), place_E
 
 
 def distinct(key_E: Tensor, counts_E: Tensor) -> tuple[Tensor, Tensor]:
@@ -129,8 +136,8 @@ class Roots(NamedTuple):
     row_S, row_T: (N,) int64, rows that predict the first token of the chunk on either side.
     next_S, next_T: (N,) the student's and the teacher's token that come.
     ended_T: (N,) u, see `tokens_that_ended`; its row is row_T - 1.
-    join_low, join_high: (N,) joins behind the student token in front of the chunk, see `Tables`.
-    num_joins, num_joined: of all roots, and the tokens in them.
+    joins: those behind the student token in front of the chunk, see `Tables`.
+    num_joined: tokens in all of these.
     """
 
     row_S: Tensor
@@ -138,36 +145,64 @@ class Roots(NamedTuple):
     next_S: Tensor
     next_T: Tensor
     ended_T: Tensor
-    join_low: Tensor
-    join_high: Tensor
-    num_joins: int
+    joins: Ranges
     num_joined: int
 
 
-class Continuations(NamedTuple):
+class _Begun(NamedTuple):
     """Name teacher tokens that may stand in one place: those that begin with what was read of it.
 
     row_K: (K,) int64, the teacher's row that predicts them.
-    low, high: (K,) the tokens ``order_W[low:high]``; none: not known.
     level: (K,) student tokens that were read of them.
-    num: E, tokens of all nodes.
+    low, high: (K,) the tokens ``order_W[low:high]``; none: not known.
+    num_ended: (K,) how many of these, the first ones, end there.
     """
 
     row_K: Tensor
+    level: Tensor
     low: Tensor
     high: Tensor
+    num_ended: Tensor
+
+    @classmethod
+    def of(
+        cls, row_K: Tensor, level: Tensor, low: Tensor, high: Tensor, tables: Tables
+    ) -> tuple["_Begun", Segments, Tensor]:
+        """Return (_Begun, all tokens of each node, with which student token each goes on or -1)."""
+        nodes, place_E = Ranges.of(low, high).list()
+        next_E = tables.pieces_W[tables.order_W[place_E], level[nodes.of_E]]
+        num_ended = F.pad((next_E < 0).cumsum(0), (1, 0))[nodes.start_K].diff()
+        return cls(row_K, level, low, high, num_ended), nodes, next_E
+
+
+class Continuations(NamedTuple):
+    """Name the teacher tokens that may stand in some places: those of roots, then of insides.
+
+    row_K, level: see `_Begun`.
+    tokens: in order_W.
+    start_2K: (2 K + 1,) int64, where in these begin those that end, and those that go on, of each
+        node in turn and, last, E.
+    num_roots, num_before: how many of the nodes are roots, and of the tokens theirs.
+    """
+
+    row_K: Tensor
     level: Tensor
-    num: int
+    tokens: Ranges
+    start_2K: Tensor
+    num_roots: int
+    num_before: int
 
-    def list(self, tables: Tables) -> tuple[Segments, Tensor, Tensor]:
-        """Return (the E tokens, node by node; each; the student token with which it goes on).
-
-        The last is -1 for a token that ends.
-        """
-        node_E, place_E = expand(self.low, self.high, self.num)
-        token_E = tables.order_W[place_E]
-        next_E = next_piece(tables.pieces_W, token_E, self.level[node_E])
-        return Segments.of(node_E, len(self.low)), token_E, next_E
+    @classmethod
+    def of(cls, before: _Begun, inside: _Begun, bounds: dict[str, Tensor]) -> "Continuations":
+        """Put them together part by part; bounds: of the parts in both, see `_bounds`."""
+        parts = [torch.repeat_interleave(bounds[name].diff()) for name in "NM"]
+        order = torch.cat(parts).argsort(stable=True)
+        row_K, level, low, high, num_ended = (torch.cat(x)[order] for x in zip(before, inside))
+        tokens = Ranges.of(low, high)
+        start_2K = tokens.start_K.repeat_interleave(2)[:-1]
+        start_2K[1::2] += num_ended
+        num_before = int((before.high - before.low).sum())
+        return cls(row_K, level, tokens, start_2K, len(before.row_K), num_before)
 
 
 class Cells(NamedTuple):
@@ -183,10 +218,9 @@ class Cells(NamedTuple):
     width: int
 
     @classmethod
-    def of(cls, node_G: Tensor, num_nodes: int, first_slot: int = 0) -> "Cells":
-        """Make the slots of a row begin with `first_slot`."""
+    def of(cls, node_G: Tensor, num_nodes: int) -> "Cells":
         nodes = Segments.of(node_G, num_nodes)
-        slot_G = torch.arange(len(node_G)) - nodes.start_K[node_G] + first_slot
+        slot_G = torch.arange(len(node_G)) - nodes.start_K[node_G]
         return cls(nodes, slot_G, int(slot_G.max()) + 1 if len(slot_G) else 1)
 
     def rows(self, value_G: Tensor, padding: float) -> Tensor:
@@ -200,37 +234,33 @@ class Choices(NamedTuple):
 
     roots: the K nodes, root by root.
     level: (K,) k.
+    is_told: (K,) bool, the teacher's rows tell the mass of the path's first k tokens.
     row_T: (K,) teacher row that q_k comes from; -1: a longer token came.
     tokens: the student tokens in the scopes, cell by cell.
     token_E: each of them.
     cells: Cells; next_G: the teacher token with which each goes on, -1 for "stop".
     first_K: (K,) the first token of each path.
-    longer_low, longer_high: (K,) teacher tokens ``longer_F[low:high]`` that say with which token of
-        a scope they begin; num_longer: of all nodes.
-    longer_shift_K: (K,) what is added to its rank for its place in token_E.
+    longer: for each cell the teacher tokens, in longer_F, that begin with a token of it.
     steps: the other tokens of the paths, node by node; step_row_E, step_token_E: the teacher's row,
         and the token.
     going: how the token before each root goes on within the scopes, cell by cell.
-    going_root_E, going_place_E: the root, and the place in `Nodes.before`.
+    going_place_E: the place among the tokens of `Nodes.continuations`.
     """
 
     roots: Segments
     level: Tensor
+    is_told: Tensor
     row_T: Tensor
     tokens: Segments
     token_E: Tensor
     cells: Cells
     next_G: Tensor
     first_K: Tensor
-    longer_low: Tensor
-    longer_high: Tensor
-    num_longer: int
-    longer_shift_K: Tensor
+    longer: Ranges
     steps: Segments
     step_row_E: Tensor
     step_token_E: Tensor
     going: Segments
-    going_root_E: Tensor
     going_place_E: Tensor
 
 
@@ -238,16 +268,12 @@ class Insides(NamedTuple):
     """List the inside nodes.
 
     row_S: (K,) int64, the student's row.
-    level: (K,) student tokens since the teacher token began.
-    tokens: the teacher tokens that begin so.
-    of_cells: these, cell by cell.
-    cells: Cells, one for each token that comes next, from slot 1 on; slot 0 is the rest.
+    of_cells: the teacher tokens that begin so, cell by cell; those that end there are in any.
+    cells: Cells, one for each token that comes next; the rest has none.
     token_G: (G,) that student token.
     """
 
     row_S: Tensor
-    level: Tensor
-    tokens: Continuations
     of_cells: Segments
     cells: Cells
     token_G: Tensor
@@ -287,24 +313,20 @@ class Reads(NamedTuple):
 class Nodes(NamedTuple):
     """List all nodes of some chunks, known from ids alone, before any forward pass.
 
-    before: what may have come in place of the token in front of each root; none: not known.
-    row_A: (A,) int64, sorted, the student's row of each root, inside and rest.
-    order_A: which of them, in that order, each is.
+    continuations: what may have come in place of the token in front of each root, and of the token
+        around each inside; none: not known.
+    row_A: (A,) int64, the student's row of each root, then of each inside and rest.
+    order_A: their order by these rows.
     """
 
     roots: Roots
-    before: Continuations
+    continuations: Continuations
     choices: Choices
     insides: Insides
     rests: Rests
     reads: Reads
     row_A: Tensor
     order_A: Tensor
-
-    @property
-    def count_all(self) -> int:
-        """Return how many student positions (and n:m rests) the nodes cover."""
-        return len(self.row_A)
 
 
 def list_nodes(
@@ -362,18 +384,21 @@ def nodes_of_chunks(
     roots = _list_roots(chunks, student_ids, student_next, teacher_next, teacher_ended, tables)
     before = _list_before(roots, tables)
     ranges = _choice_ranges(roots, teacher_next, tables, teacher_follows)
-    choices = _list_choices(roots, before, ranges, tables)
-    insides = _list_insides(chunks, student_next, teacher_next, tables)
-    lists = roots, before, choices, insides, _list_rests(chunks, teacher_next)
-    bounds = _bounds(lists, _num_joined(student_ids[roots.row_S], tables), first_S, first_T)
+    choices = _list_choices(roots, before[1:], ranges, tables)
+    insides, inside = _list_insides(chunks, student_next, teacher_next, tables)
+    rests = _list_rests(chunks, teacher_next)
+    bounds = _bounds((roots, before[0], choices, insides, inside, rests),
+                     _num_joined(student_ids[roots.row_S], tables), first_S, first_T)
+    lists = roots, Continuations.of(before[0], inside, bounds), choices, insides, rests
     columns = [_split(listed, places, bounds) for listed, places in zip(lists, _PLACES)]
     nodes = []
     next_of_part = _split(student_next, "S", bounds)
-    for (roots, before, choices, insides, rests), next_S in zip(zip(*columns), next_of_part):
+    for (roots, begun, choices, insides, rests), next_S in zip(zip(*columns), next_of_part):
         second_S = rests.row_S[rests.chunks_S.start_K[:-1]] + 1  # the first has the root
-        row_A, order_A = torch.cat([roots.row_S, insides.row_S, second_S]).sort(stable=True)
+        row_A = torch.cat([roots.row_S, insides.row_S, second_S])
         reads = _list_reads(roots, choices, insides, rests, next_S)
-        nodes.append(Nodes(roots, before, choices, insides, rests, reads, row_A, order_A))
+        order_A = row_A.argsort(stable=True)
+        nodes.append(Nodes(roots, begun, choices, insides, rests, reads, row_A, order_A))
     return nodes
 
 
@@ -391,9 +416,7 @@ def _list_roots(
         next_S=student_next[chunks.first_S],
         next_T=teacher_next[chunks.first_T],
         ended_T=teacher_ended[chunks.first_T],
-        join_low=low,
-        join_high=high,
-        num_joins=int((high - low).sum()),
+        joins=Ranges.of(low, high),
         num_joined=int(_num_joined(read, tables).sum()),
     )
 
@@ -403,16 +426,7 @@ def _num_joined(read_N: Tensor, tables: Tables) -> Tensor:
     return tables.joined_V[read_N.clamp(min=0)] * (read_N >= 0)
 
 
-def cells_of_roots(nodes: Nodes, tables: Tables) -> tuple[Tensor, Tensor]:
-    """Return (N,) the cells of the student's token, and of the teacher's, that come at each root.
-
-    Where they differ, a token of the teacher is one that the student begins otherwise in this text
-    than in the tables.
-    """
-    return tables.cell_V[nodes.roots.next_S], tables.cell_W[nodes.roots.next_T]
-
-
-def _list_before(roots: Roots, tables: Tables) -> Continuations:
+def _list_before(roots: Roots, tables: Tables) -> tuple[_Begun, Segments, Tensor]:
     num_pieces = tables.low_W.shape[1]
     u = roots.ended_T.clamp(min=0)
     level = (tables.pieces_W[u] >= 0).sum(1)
@@ -422,7 +436,7 @@ def _list_before(roots: Roots, tables: Tables) -> Continuations:
     low = tables.low_W[u, column]
     high = torch.where(known, tables.high_W[u, column], low)
     row_T = torch.where(known, roots.row_T - 1, 0)
-    return Continuations(row_T, low, high, level, int((high - low).sum()))
+    return _Begun.of(row_T, level, low, high, tables)
 
 
 class _ChoiceRanges(NamedTuple):
@@ -487,7 +501,7 @@ def _choice_ranges(
 
 
 def _list_choices(
-    roots: Roots, before: Continuations, ranges: _ChoiceRanges, tables: Tables
+    roots: Roots, before: tuple[Segments, Tensor], ranges: _ChoiceRanges, tables: Tables
 ) -> Choices:
     root, level, low, high, token, row_T = ranges
     num = len(root)
@@ -495,22 +509,23 @@ def _list_choices(
 
     def keys_of(node_E: Tensor, token_E: Tensor) -> Tensor:
         """Name the cells of student tokens: by the teacher token that comes next, or stop."""
-        return node_E * stride + next_piece(tables.pieces_V, token_E, level[node_E]) + 1
+        return node_E * stride + tables.pieces_V[token_E, level[node_E]] + 1
 
-    node_E, place_E = expand(low, high)
+    scopes, place_E = Ranges.of(low, high).list()
     token_E = tables.order_V[place_E]
     # the scope is sorted, so the tokens of a cell are neighbors
-    key_E = keys_of(node_E, token_E)
+    key_E = keys_of(scopes.of_E, token_E)
     key_G, cell_E = distinct(key_E, torch.ones_like(key_E, dtype=torch.bool))
-
-    longer_low, longer_high = torch.searchsorted(tables.longer_rank_F, torch.stack([low, high]))
-    begin_K = torch.searchsorted(node_E, torch.arange(num))
+    tokens = Segments.of(cell_E, len(key_G))
+    ranks = [place_E[tokens.start_K[:-1]], place_E[tokens.start_K[1:] - 1] + 1]
+    longer = torch.searchsorted(tables.longer_rank_F, torch.stack(ranks))
     # few nodes have a path of several tokens
-    step_node_E, step_E = expand(torch.ones_like(level), torch.where(row_T >= 0, level, 1))
+    steps, step_E = Ranges.of(torch.ones_like(level), torch.where(row_T >= 0, level, 1)).list()
 
-    before_nodes, _, before_next_E = before.list(tables)
+    before_nodes, before_next_E = before
     begin_N = before_nodes.start_K
-    going_node_E, going_place_E = expand(begin_N[root], begin_N[root + 1])
+    going, going_place_E = Ranges.of(begin_N[root], begin_N[root + 1]).list()
+    going_node_E = going.of_E
     next_E = before_next_E[going_place_E]
     rank_E = tables.rank_V[next_E.clamp(min=0)]
     in_scope = (next_E >= 0) & (rank_E >= low[going_node_E]) & (rank_E < high[going_node_E])
@@ -520,28 +535,25 @@ def _list_choices(
     return Choices(
         roots=Segments.of(root, len(roots.row_S)),
         level=level,
+        is_told=(row_T >= 0) | (level == 1),
         row_T=row_T,
-        tokens=Segments.of(cell_E, len(key_G)),
+        tokens=tokens,
         token_E=token_E,
         cells=Cells.of(key_G // stride, num),
         next_G=key_G % stride - 1,
         first_K=tables.pieces_V[token, 0],
-        longer_low=longer_low,
-        longer_high=longer_high,
-        num_longer=int((longer_high - longer_low).sum()),
-        longer_shift_K=begin_K - low,
-        steps=Segments.of(step_node_E, num),
-        step_row_E=roots.row_T[root[step_node_E]] + step_E,
-        step_token_E=tables.pieces_V[token[step_node_E], step_E],
+        longer=Ranges.of(*longer),
+        steps=steps,
+        step_row_E=roots.row_T[root[steps.of_E]] + step_E,
+        step_token_E=tables.pieces_V[token[steps.of_E], step_E],
         going=Segments.of(going_cell_E, len(key_G)),
-        going_root_E=root[going_node_E[order]],
         going_place_E=going_place_E[order],
     )
 
 
 def _list_insides(
     chunks: Chunks, student_next: Tensor, teacher_next: Tensor, tables: Tables
-) -> Insides:
+) -> tuple[Insides, _Begun]:
     """List positions k >= 1 of chunks with one teacher token, as far as the text spells it so."""
     chosen = (chunks.count_T == 1) & (chunks.count_S > 1)
     first_S = chunks.first_S[chosen]
@@ -556,19 +568,17 @@ def _list_insides(
     level = offset + 1
     low = tables.low_W[token[chunk], level]
     high = tables.high_W[token[chunk], level]
-    tokens = Continuations(first_T[chunk], low, high, level, int((high - low).sum()))
-    nodes, _, next_E = tokens.list(tables)
+    begun, nodes, next_E = _Begun.of(first_T[chunk], level, low, high, tables)
     # tokens are sorted by their spelling, so those that go on alike are neighbors
     stride = len(tables.cell_V)
     key_G, cell_E = distinct(nodes.of_E * stride + next_E, next_E >= 0)
-    return Insides(
+    insides = Insides(
         row_S=first_S[chunk] + level,
-        level=level,
-        tokens=tokens,
         of_cells=Segments.of(cell_E, len(key_G)),
-        cells=Cells.of(key_G // stride, len(level), first_slot=1),
+        cells=Cells.of(key_G // stride, len(level)),
         token_G=key_G % stride,
     )
+    return insides, begun
 
 
 def _list_rests(chunks: Chunks, teacher_next: Tensor) -> Rests:
@@ -607,22 +617,22 @@ def _list_reads(
 # --- parts ----------------------------------------------------------------------------------------
 
 # Of each field of the lists, in its order: the list that its entries stand in and, after ">", the
-# one that they number; after "-", one from whose numbers something was taken away.  A count has the
-# list that it counts.  S, T: rows.  N: roots; J, X: their joins, and the tokens in these; B: tokens
-# before.  K: choices; L: their longer tokens; E, G: tokens, cells; H: steps; Y: going.  M: insides;
-# Q, D: their tokens, cells.  U, W: rows of rests; C: their chunks.
+# one that they number.  Ranges have that of their nodes, starts ("+") that of the segments, a count
+# what it counts.  S, T: rows.  N: roots; X: tokens in their joins; B: tokens before.  A: roots and
+# insides; Z: these twice.  K: choices; E, G: tokens, cells; H: steps; Y: going.  M: insides; Q, D:
+# their tokens, cells.  U, W: rows of rests; C: their chunks.
 _PLACES = (
-    ("N>S", "N>T", "N", "N", "N", "N", "N", "J", "X"),
-    ("N>T", "N", "N", "N", "B"),
-    ("K>N", "K", "K>T", "E>G", "E", ("G>K", "G"), "G", "K", "K", "K", "L", "K-E", "H>K", "H>T",
-     "H", "Y>G", "Y>N", "Y>B"),
-    ("M>S", "M", ("M>T", "M", "M", "M", "Q"), "Q>D", ("D>M", "D"), "D"),
+    ("N>S", "N>T", "N", "N", "N", "N", "X"),
+    ("A>T", "A", "A", "+Z", "N", "B"),
+    ("K>N", "K", "K", "K>T", "E>G", "E", ("G>K", "G"), "G", "K", "G", "H>K", "H>T", "H", "Y>G",
+     "Y>B"),
+    ("M>S", "Q>D", ("D>M", "D"), "D"),
     ("U>S", "W>T", "W", "U>C", "W>C"),
 )
 
 
 def _bounds(
-    lists: tuple[Roots, Continuations, Choices, Insides, Rests], joined_N: Tensor, first_S: Tensor,
+    lists: tuple[Roots, _Begun, Choices, Insides, _Begun, Rests], joined_N: Tensor, first_S: Tensor,
     first_T: Tensor,
 ) -> dict[str, Tensor]:
     """Return by the names of the lists (parts + 1,) where each part begins in them, and the end."""
@@ -630,22 +640,20 @@ def _bounds(
     def starts(sizes: Tensor) -> Tensor:
         return torch.cat([sizes.new_zeros(1), sizes.cumsum(0)])
 
-    roots, before, choices, insides, rests = lists
+    roots, before, choices, insides, inside, rests = lists
     N = torch.searchsorted(roots.row_S, first_S)
     M = torch.searchsorted(insides.row_S, first_S)
     U = torch.searchsorted(rests.row_S, first_S)
     K = choices.roots.start_K[N]
     G = choices.cells.nodes.start_K[K]
     return dict(
-        S=first_S, T=first_T, N=N, K=K, G=G, M=M, U=U,
-        J=starts(roots.join_high - roots.join_low)[N],
+        S=first_S, T=first_T, N=N, K=K, G=G, M=M, U=U, A=N + M, Z=2 * (N + M),
         X=starts(joined_N)[N],
         B=starts(before.high - before.low)[N],
-        L=starts(choices.longer_high - choices.longer_low)[K],
         E=choices.tokens.start_K[G],
         H=choices.steps.start_K[K],
         Y=choices.going.start_K[G],
-        Q=starts(insides.tokens.high - insides.tokens.low)[M],
+        Q=starts(inside.high - inside.low)[M],
         D=insides.cells.nodes.start_K[M],
         W=torch.searchsorted(rests.row_T, first_T),
         C=torch.searchsorted(rests.chunks_S.start_K, U),
@@ -658,21 +666,46 @@ def _split(value: Any, places: Any, bounds: dict[str, Tensor]) -> list[Any]:
         nodes, slots = [_split(*field, bounds) for field in zip(value[:2], places)]
         widths = [int(slot_G.max()) + 1 if len(slot_G) else 1 for slot_G in slots]
         return list(map(Cells, nodes, slots, widths))
+    if isinstance(value, Ranges):
+        entries = value.start_K[bounds[places]]
+        num_nodes = bounds[places].diff()
+        skip_K = value.skip_K - torch.repeat_interleave(entries[:-1], num_nodes)
+        starts = _split_starts(value.start_K, bounds[places], entries)
+        skips = torch.split(skip_K, num_nodes.tolist())
+        return list(map(Ranges, starts, skips, entries.diff().tolist()))
     if not isinstance(places, str):
         fields = [_split(*field, bounds) for field in zip(value, places)]
         return [type(value)(*part) for part in zip(*fields)]
+    if places[0] == "+":
+        return _split_starts(value, bounds[places[1]], value[bounds[places[1]]])
     sizes: list[int] = bounds[places[0]].diff().tolist()
     if isinstance(value, int):
         return sizes
     if isinstance(value, Segments):
-        numbers = bounds[places[2]].diff().tolist()
-        return list(map(Segments.of, _split(value.of_E, places, bounds), numbers))
+        starts = _split_starts(value.start_K, bounds[places[2]], bounds[places[0]])
+        return list(map(Segments, _split(value.of_E, places, bounds), starts))
     if len(places) > 1:
         first_E = torch.repeat_interleave(bounds[places[2]][:-1], bounds[places[0]].diff())
         # a number before the part's is none: 0 or -1
-        is_none = (value < first_E) & (places[1] == ">")
-        value = torch.where(is_none, value.clamp(max=0), value - first_E)
+        value = torch.where(value < first_E, value.clamp(max=0), value - first_E)
     return list(torch.split(value, sizes))
+
+
+def _split_starts(start_K: Tensor, first_P: Tensor, entry_P: Tensor) -> list[Tensor]:
+    """Return where the segments of each part begin and, last, how many entries it has.
+
+    Args:
+        first_P, entry_P: (parts + 1,) the first segment, and the first entry, of each part.
+    """
+    sizes = first_P.diff() + 1  # each has the beginning of the next one, too
+    part = torch.repeat_interleave(sizes)
+    number = torch.arange(len(part)) - part
+    start = start_K[number] - entry_P[part]
+    ends = sizes.cumsum(0)
+    # entries of no segment are in the part's first or last one
+    start[ends - 1] = entry_P.diff()
+    start[ends - sizes] = 0
+    return list(torch.split(start, sizes.tolist()))
 
 
 def tokens_that_ended(

@@ -715,7 +715,7 @@ class _TiledLoss(torch.autograd.Function):
         ctx.hands_over = gradients.hands_over
         # Not save_for_backward: backward hands the gradients over instead of copying them.
         ctx.gradients = [*gradients.in_input_order(), *hidden_gradients]
-        return torch.stack(losses).sum(), *all_sums
+        return sum(losses[1:], losses[0]), *all_sums
 
     @staticmethod
     def backward(ctx: Any, *outer: Tensor) -> tuple[Tensor | None, ...]:
@@ -759,11 +759,13 @@ def _scaled(gradient: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
 
 def weighted(sums_J: Tensor, weights: Sequence[float]) -> Tensor:
     """Return sum_j weights[j] * sums[j]."""
-    # not a tensor of the weights: to copy it to a GPU would wait for that
-    total = sums_J.new_zeros(())
-    for number, weight in enumerate(weights):
-        total = total + sums_J[number] * weight
-    return total
+    return (sums_J * filled(sums_J, weights)).sum()
+
+
+def filled(x: Tensor, numbers: Sequence[float]) -> Tensor:
+    """Return a tensor of these numbers where x is."""
+    # not torch.tensor: to copy it to a GPU would wait for that
+    return torch.stack([x.new_full((), number) for number in numbers])
 
 
 def _zero_gradient(x: Tensor | None, needed: bool) -> Tensor | None:
@@ -802,7 +804,6 @@ class _TilePass:
         self.tile_loss = part.tile_loss
         self.head = head
         self.hidden_SH = hidden_SH
-        self.factors = [weight / scale for weight in part.weights]
         self.common_factor = scale / common_scale
         self.weight_factor = scale / gradients.weight_scale
         self.gradients = gradients
@@ -810,6 +811,7 @@ class _TilePass:
         self.train = train
         self.dtype = head.weight_VH.dtype
         self.sums_J = torch.zeros(len(part.weights), device=hidden_SH.device)
+        self.factors_J = filled(self.sums_J, [weight / scale for weight in part.weights])
         self.teacher: TeacherBlocks | None = None
         if part.teacher_logits is not None:
             self.teacher = TeacherBlocks(part.teacher_logits, part.tiles)
@@ -853,9 +855,9 @@ class _TilePass:
             student_logits = self.head.finish(leaf_NV)
             sums_J = self.tile_loss(student_logits, teacher_logits, sub_tile)
             if sums_J.requires_grad:
-                loss = weighted(sums_J, self.factors)
                 inputs = [leaf_NV, *self.params]
-                d_linear_NV, *d_params = torch.autograd.grad(loss, inputs, allow_unused=True)
+                d_linear_NV, *d_params = torch.autograd.grad(
+                    sums_J, inputs, self.factors_J.to(sums_J.dtype), allow_unused=True)
         if d_linear_NV is not None:
             linear_NV.copy_(d_linear_NV)
         elif self.train:  # no term begins here

@@ -51,10 +51,10 @@ from torch import Tensor
 
 if TYPE_CHECKING or not __package__:  # copied beside them, not into a package
     import losses
-    from nodes import Cells, Choices, Continuations, Insides, Nodes, Rests, Tables, expand
+    from nodes import Cells, Choices, Continuations, Insides, Nodes, Ranges, Rests, Tables
 else:
     from . import losses
-    from .nodes import Cells, Choices, Continuations, Insides, Nodes, Rests, Tables, expand
+    from .nodes import Cells, Choices, Continuations, Insides, Nodes, Ranges, Rests, Tables
 
 FLOOR, LOG_ZERO = losses.FLOOR, losses.LOG_ZERO
 LOG_NOTHING = LOG_ZERO + 1  # nats; a cell's mass below this is 0
@@ -78,38 +78,34 @@ class CellColumns(NamedTuple):
 class GoingOn(NamedTuple):
     """Hold the teacher's belief that its token, of which the student has read u, goes on.
 
-    nodes: the E tokens that it may be, node by node.
+    node_E: (E,) the node of each of the tokens that it may be; those of the roots come first.
     next_E: the student token with which each goes on, -1 for one that ends.
-    mass_K: (K,) lambda, the probability that it does.
-    ends_K: (K,) 1 - lambda, summed by itself, for where it is small.
-    mass_E: (E,) the probability of each token if it goes on, 0 if it ends.
+    ends_K: (K,) 1 - lambda, the probability that it does not.
+    mass_E: (E,) lambda times the probability of each token if it goes on, 0 for one that ends.
     """
 
-    nodes: losses.Segments
+    node_E: Tensor
     next_E: Tensor
-    mass_K: Tensor
     ends_K: Tensor
     mass_E: Tensor
 
 
-def going_on(y_MW: Tensor, tokens: Continuations, tables: Tables) -> GoingOn:
+def going_on(y_MW: Tensor, begun: Continuations, tables: Tables) -> GoingOn:
     """Ask the teacher's rows how their tokens go on; where none is known, lambda is 0."""
-    nodes, token_E, next_E = tokens.list(tables)
-    logits_E = losses.at_least_float32(y_MW[tokens.row_K[nodes.of_E], token_E])
+    nodes, place_E = begun.tokens.list()
+    node_E = nodes.of_E
+    token_E = tables.order_W[place_E]
+    next_E = tables.pieces_W[token_E, begun.level[node_E]]
+    logits_E = losses.at_least_float32(y_MW[begun.row_K[node_E], token_E])
     # finite where all are excluded
     top_K = nodes.reduce(logits_E, "max").clamp(min=torch.finfo(logits_E.dtype).min)
-    mass_E = (logits_E - top_K[nodes.of_E]).exp()
-    going_E = mass_E.masked_fill(next_E < 0, 0.0)
-    all_K = nodes.sum(mass_E)
-    going_K = nodes.sum(going_E)
-    ended_K = nodes.sum(mass_E.masked_fill(next_E >= 0, 0.0))
-    return GoingOn(
-        nodes=nodes,
-        next_E=next_E,
-        mass_K=going_K / _above_zero(all_K),
-        ends_K=(ended_K / _above_zero(all_K)).masked_fill(all_K == 0, 1.0),
-        mass_E=going_E / _above_zero(going_K)[nodes.of_E],
-    )
+    mass_E = (logits_E - top_K[node_E]).exp()
+    # of those that end, and that go on; a sum reads where they begin alone
+    ended_K, going_K = nodes._replace(start_K=begun.start_2K).sum(mass_E).view(-1, 2).unbind(1)
+    ended_K = _above_zero(ended_K)
+    all_K = ended_K + going_K
+    mass_E = (mass_E / all_K[node_E]).masked_fill(next_E < 0, 0.0)
+    return GoingOn(node_E, next_E, ended_K / all_K, mass_E)
 
 
 def _above_zero(mass: Tensor) -> Tensor:
@@ -122,41 +118,18 @@ class RootTarget(NamedTuple):
     cell_NC: (N, C) mass of each cell.
     first_K: (K,) the probability of the first token of the path of each choice, 0 if it cannot
         come.
-    longer: Longer.
+    longer_G: (G,) that of longer tokens that begin with a token of each cell of the choices.
     """
 
     cell_NC: Tensor
     first_K: Tensor
-    longer: "Longer"
-
-
-class Longer(NamedTuple):
-    """Hold what the tokens that are longer than a choice's student tokens say.
-
-    mass_K: (K,) the probability of all of them at the root.
-    mass_G: (G,) likewise, of those that begin with a token of each cell.
-    """
-
-    mass_K: Tensor
-    mass_G: Tensor
-
-
-def _longer_tokens(q_NW: Tensor, choices: Choices, tables: Tables) -> Longer:
-    node_E, place_E = expand(choices.longer_low, choices.longer_high, choices.num_longer)
-    mass_E = q_NW[choices.roots.of_E[node_E], tables.longer_F[place_E]]
-    rank_E = tables.longer_rank_F[place_E]
-    cell_E = choices.tokens.of_E[choices.longer_shift_K[node_E] + rank_E]
-    cells = choices.cells.nodes
-    return Longer(
-        losses.Segments.of(node_E, cells.num).sum(mass_E),
-        losses.Segments.of(cell_E, len(cells.of_E)).sum(mass_E),
-    )
+    longer_G: Tensor
 
 
 def root_target(
     y_MW: Tensor, nodes: Nodes, goes: GoingOn, tables: Tables, columns_W: losses.Columns
 ) -> RootTarget:
-    """Return the teacher's belief at all roots; `goes` is what `going_on` says of `nodes.before`.
+    """Return the teacher's belief at all roots; `goes` is what `going_on` says.
 
     It is (1 - lambda) q + lambda T, of which what cannot come is left out, normalized in the end:
     that its token goes on is the likelier, the more of q cannot come.
@@ -165,32 +138,28 @@ def root_target(
     _mask_joined(q_NW, nodes, tables)
     choices = nodes.choices
     first_K = q_NW[choices.roots.of_E, choices.first_K]
-    longer = _longer_tokens(q_NW, choices, tables)
-    cell_NC = columns_W.sum(q_NW) * goes.ends_K[:, None]
-    root_E = goes.nodes.of_E
-    cell_E = tables.cell_V[goes.next_E.clamp(min=0)]
+    longer, place_E = choices.longer.list()
+    root_E = choices.roots.of_E[choices.cells.nodes.of_E[longer.of_E]]
+    longer_G = longer.sum(q_NW[root_E, tables.longer_F[place_E]])
+    cell_NC = columns_W.sum(q_NW) * goes.ends_K[: len(q_NW), None]
+    num = nodes.continuations.num_before
+    cell_E = tables.cell_V[goes.next_E[:num]]  # of one that ends that of any, with mass 0
     has_cell_E = cell_E < tables.num_cells
-    mass_E = goes.mass_K[root_E] * goes.mass_E * has_cell_E
-    cell_NC.index_put_((root_E, cell_E * has_cell_E), mass_E, accumulate=True)
-    return RootTarget(cell_NC / _above_zero(cell_NC.sum(1, keepdim=True)), first_K, longer)
+    place = goes.node_E[:num], cell_E * has_cell_E
+    cell_NC.index_put_(place, goes.mass_E[:num] * has_cell_E, accumulate=True)
+    return RootTarget(cell_NC / _above_zero(cell_NC.sum(1, keepdim=True)), first_K, longer_G)
 
 
 def _mask_joined(q_NW: Tensor, nodes: Nodes, tables: Tables) -> None:
     """Set to 0, in place, what the student's tokenizer would have joined to the token before."""
-    roots = nodes.roots
-    row_N = torch.arange(len(q_NW), device=q_NW.device)
-    came_N = q_NW[row_N, roots.next_T]
-    q_NW.view(-1).index_fill_(0, _joined(nodes, tables), 0.0)
-    q_NW[row_N, roots.next_T] = came_N  # it did come, whatever the tables say
-
-
-def _joined(nodes: Nodes, tables: Tables) -> Tensor:
-    """Return where, in the flattened (N, W), is what a join would have kept from coming."""
-    roots = nodes.roots
-    row_J, join_J = expand(roots.join_low, roots.join_high, roots.num_joins)
-    low_J = tables.join_low_J[join_J]
-    join_E, place_E = expand(low_J, tables.join_high_J[join_J], roots.num_joined)
-    return row_J[join_E] * len(tables.cell_W) + tables.order_W[place_E]
+    next_N1 = nodes.roots.next_T[:, None]
+    came_N1 = q_NW.gather(1, next_N1)
+    joins, join_J = nodes.roots.joins.list()
+    tokens, place_E = Ranges.of(
+        tables.join_low_J[join_J], tables.join_high_J[join_J], nodes.roots.num_joined).list()
+    number_E = joins.of_E[tokens.of_E] * len(tables.cell_W) + tables.order_W[place_E]
+    q_NW.view(-1).index_fill_(0, number_E, 0.0)
+    q_NW.scatter_(1, next_N1, came_N1)  # it did come, whatever the tables say
 
 
 def merge_rest(x_NC: Tensor, logq_NC: Tensor) -> tuple[Tensor, Tensor]:
@@ -294,74 +263,59 @@ def choice_question(
     """
     cells = choices.cells
     node_G = cells.nodes.of_E
-    # below any that counts, and finite where a model excludes tokens
-    logits_G = choices.tokens.logsumexp(x_E.clamp(min=10 * FLOOR))
+    logits_G = choices.tokens.logsumexp(x_E)
 
     # how the token before would have gone on
-    mass_E = goes.mass_K[choices.going_root_E] * goes.mass_E[choices.going_place_E]
-    other_G = choices.going.sum(mass_E)
+    other_G = choices.going.sum(goes.mass_E[choices.going_place_E])
 
     def logq(row: Tensor, token: Tensor) -> Tensor:
         return losses.at_least_float32(y_MW[row, token]) - log_total_M[row]
 
-    along_G = (choices.row_T >= 0)[node_G]
-    split_G = torch.where(along_G, _split_by_row(logq, choices), target.longer.mass_G)
+    row_G = choices.row_T[node_G]
+    split_G = _split_by_row(logq, row_G, choices)
+    split_G = torch.where(row_G >= 0, split_G, target.longer_G)
     split_G = split_G / _of_total(split_G, cells)
-    path_K = _mass_of_path(logq, target.first_K, choices)
-    ended_K = goes.ends_K[choices.roots.of_E] * (path_K + target.longer.mass_K)
-    mass_G = ended_K[node_G] * split_G + other_G
-    total_G = _of_total(mass_G, cells)
+    # the teacher's mass on the path's first k tokens, 0 where rows do not tell
+    logq_E = logq(choices.step_row_E, choices.step_token_E)
+    path_K = target.first_K * choices.steps.sum(logq_E).exp() * choices.is_told
+    ended_K = goes.ends_K[choices.roots.of_E] * (path_K + cells.nodes.sum(target.longer_G))
     # where neither has any mass that counts, the split alone
-    mass_G = torch.where(total_G > torch.finfo(mass_G.dtype).tiny, mass_G / total_G, split_G)
+    mass_G = ended_K.clamp(min=losses.TINY_MASS)[node_G] * split_G + other_G
+    mass_G = mass_G / _of_total(mass_G, cells)
     return Question(cells.rows(logits_G, FLOOR), cells.rows(mass_G, 0.0))
 
 
-def _split_by_row(logq: Callable[[Tensor, Tensor], Tensor], choices: Choices) -> Tensor:
+def _split_by_row(
+    logq: Callable[[Tensor, Tensor], Tensor], row_G: Tensor, choices: Choices
+) -> Tensor:
     """Return (G,) what q_k gives to the teacher token of each cell, and the rest to "stop".
 
     Args:
-        logq: (rows, tokens) -> what the teacher's rows give to tokens.
+        logq: (rows, tokens) -> what the teacher's rows give to tokens; -1 is any.
+        row_G: the row of each cell's q_k; -1: it has none, and the result is any number.
     """
     nodes = choices.cells.nodes
-    row_G = choices.row_T[nodes.of_E]
-    token_G = choices.next_G
-    q_G = logq(row_G.clamp(min=0), token_G.clamp(min=0)).exp()
-    q_G = q_G.masked_fill((token_G < 0) | (row_G < 0), 0.0)
+    is_stop_G = choices.next_G < 0
+    q_G = logq(row_G, choices.next_G).exp().masked_fill(is_stop_G, 0.0)
     # below this the sum's rounding would decide, and the reverse KL takes the rest's logarithm
     least = 16 * torch.finfo(q_G.dtype).eps
     rest_K = (1 - nodes.sum(q_G)).clamp(min=least)
-    return torch.where(token_G >= 0, q_G, rest_K[nodes.of_E])
-
-
-def _mass_of_path(
-    logq: Callable[[Tensor, Tensor], Tensor], first_K: Tensor, choices: Choices
-) -> Tensor:
-    """Return (K,) the teacher's mass on the path's first k tokens; 0 where rows do not tell.
-
-    Args:
-        first_K: the mass of the path's first token.
-    """
-    logq_E = logq(choices.step_row_E, choices.step_token_E)
-    mass_K = first_K * choices.steps.sum(logq_E).exp()
-    return mass_K.masked_fill((choices.row_T < 0) & (choices.level != 1), 0.0)
+    return torch.where(is_stop_G, rest_K[nodes.of_E], q_G)
 
 
 def inside_question(
-    x_G: Tensor, y_MW: Tensor, rest_K: Tensor, insides: Insides, tables: Tables
+    x_G: Tensor, rest_K: Tensor, goes: GoingOn, begun: Continuations, insides: Insides
 ) -> Question:
-    """Return the inside nodes.
+    """Return the inside nodes, the rest first.
 
     Args:
         x_G: the student's logits of the cells' tokens.
         rest_K: logsumexp of all others in the row.
     """
-    goes = going_on(y_MW, insides.tokens, tables)
-    mass_G = insides.of_cells.sum(goes.mass_E) * goes.mass_K[insides.cells.nodes.of_E]
-    target_KG = insides.cells.rows(mass_G, 0.0)
-    target_KG[:, 0] = goes.ends_K
-    logits_KG = insides.cells.rows(x_G.clamp(min=10 * FLOOR), FLOOR)
-    rest_K = rest_K.clamp(min=FLOOR)
-    return Question(torch.cat([rest_K[:, None], logits_KG[:, 1:]], 1), target_KG)
+    mass_G = insides.of_cells.sum(goes.mass_E[begun.num_before :])
+    rests = losses.at_least(rest_K, FLOOR), goes.ends_K[begun.num_roots :]
+    cells = insides.cells.rows(x_G, FLOOR), insides.cells.rows(mass_G, 0.0)
+    return Question(*[torch.cat([rest[:, None], of], 1) for rest, of in zip(rests, cells)])
 
 
 # --- what the nodes read --------------------------------------------------------------------------
@@ -388,9 +342,10 @@ def _read(x_NV: Tensor, y_MW: Tensor, nodes: Nodes) -> tuple[Tensor, Answers]:
     x_root, x_LV = torch.split(x_RV, [num_roots, len(x_RV) - num_roots])
     # finite where a model excludes tokens: the gradient of a logsumexp of -inf alone is NaN
     nothing = x_LV.new_full((len(reads.token_X),), 10 * FLOOR)
-    x_LV = x_LV.clamp(min=10 * FLOOR)
+    x_LV = losses.at_least(x_LV, 10 * FLOOR)
     answers = Answers(
-        x_E=x_RV[reads.number_E, reads.token_E],
+        # below any that counts, and finite where a model excludes tokens
+        x_E=losses.at_least(x_RV[reads.number_E, reads.token_E], 10 * FLOOR),
         # from the other tokens: 1 - sum would lose a small rest, and its gradient
         rest_L=x_LV.index_put((reads.number_X, reads.token_X), nothing).logsumexp(-1),
         log_total_M=y_MW.logsumexp(-1),
@@ -445,29 +400,32 @@ def translated(
         x_NV = losses.at_least_float32(x_NV)
 
     compare = partial(compare_cells, divergence, temperature, parameters)
-    goes = going_on(y_MW, nodes.before, tables)
+    goes = going_on(y_MW, nodes.continuations, tables)
     cells = cells or CellColumns.of(tables)
     target = root_target(y_MW, nodes, goes, tables, cells.columns_W)
     x_root, answers = _read(x_NV, y_MW, nodes)
     value_N = of_roots(x_root, target.cell_NC, cells.columns_V, compare, has_rest)
-    others = _compare_others(
-        answers, y_MW, nodes, target, goes, tables, compare=compare, temperature=temperature)
-    value_N = value_N + nodes.choices.roots.sum(others.choice_K)
-    rest_M = others.rest_M
+    choice_K, inside_K, rest_M = _compare_others(
+        answers, y_MW, nodes, target, goes, compare=compare, temperature=temperature)
+    if len(nodes.choices.level):
+        value_N = value_N + nodes.choices.roots.sum(choice_K)
     if text_weight:
         share = text_weight / temperature**2  # the text is not softened
         value_N = value_N + share * _text_in_cells(x_root, nodes.roots.next_S, tables)
         rest_M = share * _text_in_rests(answers, nodes.rests)
-    value_A = torch.cat([value_N, others.inside_K, rest_M])[nodes.order_A]
+    value_A = losses.scaled(torch.cat([value_N, inside_K, rest_M]), temperature**2)
+    row_A = nodes.row_A
+    if reduction == "none":
+        value_A, row_A = value_A[nodes.order_A], row_A[nodes.order_A]
     shape = student_logits_BSV.shape[:2]
-    return losses.reduce_terms(temperature**2 * value_A, nodes.row_A, shape, weight_BS, reduction)
+    return losses.reduce_terms(value_A, row_A, shape, weight_BS, reduction)
 
 
 def _text_in_cells(x_NV: Tensor, next_N: Tensor, tables: Tables) -> Tensor:
     """Return (N,) -log p(token | its cell), 0 for tokens without a cell."""
     cell_N = tables.cell_V[next_N]
     in_cell_NV = x_NV.masked_fill(tables.cell_V != cell_N[:, None], 10 * FLOOR)
-    logit_N = x_NV.gather(1, next_N[:, None])[:, 0].clamp(min=10 * FLOOR)
+    logit_N = losses.at_least(x_NV.gather(1, next_N[:, None])[:, 0], 10 * FLOOR)
     value_N = in_cell_NV.logsumexp(-1) - logit_N
     return value_N.masked_fill(cell_N == tables.num_cells, 0.0)
 
@@ -476,23 +434,15 @@ def _text_in_rests(answers: Answers, rests: Rests) -> Tensor:
     """Return (M,) -log p(tokens behind the first) of the chunks with several on both sides."""
     num = len(rests.row_S)  # the last ones that are read
     x_S, total_S = [values[len(values) - num :] for values in (answers.x_E, answers.rest_L)]
-    value_S = total_S - x_S.clamp(min=10 * FLOOR)
+    value_S = total_S - x_S
     return rests.chunks_S.sum(value_S.index_fill(0, rests.chunks_S.start_K[:-1], 0.0))
 
 
-class OtherValues(NamedTuple):
-    """Hold the divergences of choices, insides and rests."""
-
-    choice_K: Tensor
-    inside_K: Tensor
-    rest_M: Tensor
-
-
 def _compare_others(
-    answers: Answers, y_MW: Tensor, nodes: Nodes, target: RootTarget, goes: GoingOn,
-    tables: Tables, *, compare: Compare, temperature: float,
-) -> OtherValues:
-    """Compare all nodes but the roots."""
+    answers: Answers, y_MW: Tensor, nodes: Nodes, target: RootTarget, goes: GoingOn, *,
+    compare: Compare, temperature: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the divergences of choices, insides and rests."""
     choices, insides, rests = nodes.choices, nodes.insides, nodes.rests
     num_many = len(rests.row_S)
     sizes = [len(choices.token_E), len(insides.token_G), num_many]
@@ -506,13 +456,13 @@ def _compare_others(
         )
         choice_K = compare(question.logits_KG, question.logq_KG())
     if len(insides.row_S):
-        question = inside_question(x_inside, y_MW, rest_inside, insides, tables)
+        question = inside_question(x_inside, rest_inside, goes, nodes.continuations, insides)
         inside_K = compare(question.logits_KG, question.logq_KG())
     if num_many:
         logits_M = losses.at_least_float32(y_MW[rests.row_T, rests.next_T])
         logq_M = logits_M - answers.log_total_M[rests.row_T]
         rest_M = _rests(x_many - rest_many, logq_M, rests, temperature)
-    return OtherValues(choice_K, inside_K, rest_M)
+    return choice_K, inside_K, rest_M
 
 
 def cell_coverage(
@@ -548,7 +498,7 @@ def _rests(logp_S: Tensor, logq_T: Tensor, rests: Rests, temperature: float) -> 
     Args:
         logp_S, logq_T: log-probabilities of the next tokens in the rows of `Rests`.
     """
-    logp = rests.chunks_S.sum(logp_S.clamp(min=FLOOR))
+    logp = rests.chunks_S.sum(losses.at_least(logp_S, FLOOR))
     logq = rests.chunks_T.sum(logq_T.clamp(min=FLOOR))
     logp = losses.soften_bernoulli(logp, temperature)
     return losses.bernoulli_kl(losses.soften_bernoulli(logq, temperature), logp)

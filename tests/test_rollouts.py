@@ -167,14 +167,14 @@ def root_targets(batch, tables):
     targets, going = {}, {}
     columns_W = CellColumns.of(tables).columns_W
     for positions, sub_tile, y_MW in sub_tiles_of(teacher, logits_TW):
-        goes = going_on(y_MW, sub_tile.terms.before, tables)
+        goes = going_on(y_MW, sub_tile.terms.continuations, tables)
         cell_NC = root_target(y_MW, sub_tile.terms, goes, tables, columns_W).cell_NC
         row_S = positions[sub_tile.terms.roots.row_S]
         sample = teacher.sample_of_student[row_S]
         first = torch.searchsorted(teacher.sample_of_student, sample)
         for number, key in enumerate(zip(sample.tolist(), (row_S - first).tolist())):
             targets[key] = cell_NC[number]
-            going[key] = float(goes.mass_K[number])
+            going[key] = 1 - float(goes.ends_K[number])
     return targets, going
 
 

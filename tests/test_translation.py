@@ -294,7 +294,7 @@ def test_insides_end_with_their_chunk():
     teacher = Tokenizer(("a", "b"), ("ab", "c"))
     rows = Rows(Tokenizer(), teacher, ["abc"], [["abc", "a"]], [([0, 0, 1], [0, 1])])
     insides = rows.nodes().insides
-    assert insides.level.tolist() == [1] and insides.row_S.tolist() == [1]
+    assert insides.row_S.tolist() == [1]
 
 
 @pytest.mark.parametrize("temperature", [1.0, 2.0])

@@ -33,14 +33,7 @@ from isogloss.job.columns import Columns
 from isogloss.job.counts import Counts, PairCounts
 from isogloss.job.sequence_group import SequenceShard, document_spans, sequence_shard
 from isogloss.losses import find_chunks
-from isogloss.nodes import (
-    Nodes,
-    Tables,
-    cells_of_roots,
-    nodes_of_chunks,
-    rows_that_go_on,
-    tokens_that_ended,
-)
+from isogloss.nodes import Nodes, Tables, nodes_of_chunks, rows_that_go_on, tokens_that_ended
 from isogloss.tile_plan import CPU_SUB_TILES, Tile, plan_tiles
 
 SUB_TILES_AT_ONCE = 64  # whose nodes are listed in one call; more would take more memory
@@ -437,10 +430,12 @@ class Collator:
             for sub_tile in tile.sub_tiles:
                 terms = sub_tile.terms
                 if isinstance(terms, Nodes):
-                    num_terms = terms.count_all
-                    cells = cells_of_roots(terms, pair.spelling)
-                    counts.roots += len(cells[0])
-                    counts.misplaced_roots += int((cells[0] != cells[1]).sum())
+                    num_terms = len(terms.row_A)
+                    counts.roots += len(terms.roots.row_S)
+                    # tokens that the student begins otherwise in this text than in the tables
+                    cell_N = pair.spelling.cell_V[terms.roots.next_S]
+                    is_other_N = cell_N != pair.spelling.cell_W[terms.roots.next_T]
+                    counts.misplaced_roots += int(is_other_N.sum())
                 else:
                     num_terms = len(terms.first_S)
                 counts.kd_terms += num_terms
