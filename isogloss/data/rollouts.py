@@ -98,7 +98,8 @@ class Rollout:
     Attributes:
         prompt: RolloutPrompt.
         ids: (N,) int64, the sampled tokens, which are what is trained on.
-        logp: (N,) float32, their log-probability when they were written, nats.
+        logp: (N,) float32, their log-probability when they were written, nats; None: another than
+            the student wrote them, so that they are text to learn.
         entropy: mean entropy of the student there, nats.
         ended: the last token is an end of text or of a turn; else the rollout was cut.
         text: what the tokens spell without control tokens, U+FFFD for what is no UTF-8.
@@ -296,8 +297,11 @@ def student_reading(rollout, encoder):
     ids = np.concatenate([prompt.ids, rollout.ids])
     learned = np.arange(len(ids)) >= len(prompt.ids)
     num_bytes = np.where(learned, bytes_of_tokens(located), -1)
-    unknown = np.full(len(prompt.ids), np.nan, np.float32)
-    return EncodedText(ids, located, num_bytes, learned, np.concatenate([unknown, rollout.logp]))
+    logp = None
+    if rollout.logp is not None:
+        unknown = np.full(len(prompt.ids), np.nan, np.float32)
+        logp = np.concatenate([unknown, rollout.logp])
+    return EncodedText(ids, located, num_bytes, learned, logp)
 
 
 def pair_rollout(rollout, student, encoders, aligner="bytes", same_tokenizer=False):

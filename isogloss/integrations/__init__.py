@@ -15,6 +15,7 @@ Tests: tests/test_integrations.py.
 """
 
 from dataclasses import replace
+from itertools import islice
 
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainingArguments
@@ -99,7 +100,10 @@ class Distillation:
             DataError: a row that holds no text, no chat, or no prompt and completion.
         """
         read = reader_of(rows[0], self.cfg)
-        batch = self.collator([read(row) for row in rows])
+        return self.collate_examples([read(row) for row in rows])
+
+    def collate_examples(self, examples):
+        batch = self.collator(examples)
         return {"labels": batch.student.labels, "batch": batch}
 
     def inputs(self, batch, device="cpu"):
@@ -185,7 +189,8 @@ def distilled(trainer_class, teacher, teacher_tokenizer=None, **flags):
             its_flags = dict(flags)
             if getattr(settings, "max_length", None):
                 its_flags.setdefault("max_length", settings.max_length)
-            super().__init__(*arguments, data_collator=lambda rows: rows, **options)
+            options["data_collator"] = lambda rows: rows  # that of a caller knows token ids alone
+            super().__init__(*arguments, **options)
             self.distillation = Distillation(
                 self.processing_class, teacher, teacher_tokenizer, **its_flags)
             self.data_collator = self.distillation.collate
@@ -195,12 +200,14 @@ def distilled(trainer_class, teacher, teacher_tokenizer=None, **flags):
             self.seen = torch.zeros(2, dtype=torch.float64, device=self.args.device)
             self.seen_terms = [0, 0]
 
-        def _get_num_items_in_batch(self, batch_samples, device):
+        # as a whole: unsloth has another one in the Trainer, which counts labels itself
+        def get_batch_samples(self, epoch_iterator, num_batches, device):
+            batch_samples = list(islice(epoch_iterator, num_batches))
             self.terms = count_terms(*batch_samples)
             if self.args.world_size > 1:
                 terms = torch.tensor([self.terms], dtype=torch.float64, device=device)
                 self.terms = self.accelerator.gather(terms).sum(0).tolist()
-            return torch.tensor(self.terms[0], device=device)
+            return batch_samples, torch.tensor(self.terms[0], device=device)
 
         def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
             trains = num_items_in_batch is not None
