@@ -334,9 +334,9 @@ for _ in range(2):
     columns.append(np.ascontiguousarray(planes.T).view("<u4")[:, 0].astype(np.int64))
     left = stream.unused_data
 position, place = np.divmod(columns[0].cumsum(), len(shard["order"]))
-ids = shard["order"][place]  # of the tokens that are kept, one position after the other
+ids = shard["order"][place]  # of the tokens that are kept; of others together: shard["numbers"]
 steps = 2 * (columns[1] & 2**24 - 1)
-p = 2.0 ** -(14 + (columns[1] >> 24)) / np.log((steps + 1) / (steps - 1))  # of others: shard["numbers"][:, 0]
+p = 2.0 ** -(14 + (columns[1] >> 24)) / np.log((steps + 1) / (steps - 1))
 ```
 """
 
