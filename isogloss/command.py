@@ -74,7 +74,8 @@ def main():
     launcher, ours = split_words(words, [entry.name for entry in fields(Config)])
     from deepspeed.launcher import runner
 
-    runner.main([*with_free_port(launcher), "--module", "isogloss.distill", *ours])
+    quiet = "--log_level=error"  # of the launcher itself; a later one counts
+    runner.main([quiet, *with_free_port(launcher), "--module", "isogloss.distill", *ours])
 
 
 # --- the tools and their flags --------------------------------------------------------------------

@@ -60,7 +60,7 @@ def test_a_known_key_is_read_or_refused_with_advice(tmp_path, key):
 def test_a_file_that_is_no_ds_config_or_missing_is_refused(tmp_path, text, message):
     with pytest.raises(ValueError, match=message):
         ds_config.read_ds_config(write(tmp_path, text))
-    with pytest.raises(ValueError, match="no such file; ready-made ones are ds_configs/pipeline"):
+    with pytest.raises(ValueError, match="no such file; ready-made ones in ds_configs/: pipeline"):
         ds_config.read_ds_config(tmp_path / "nowhere.json")
 
 

@@ -3,6 +3,7 @@
 Tests: tests/test_cli.py, tests/test_launch.py.
 """
 
+import logging
 import os
 import resource
 import socket
@@ -168,6 +169,8 @@ def fail(message, loud=None, code=2):
 def silence_libraries():
     """Silence the libraries' progress reports and routine warnings; their errors remain."""
     deepspeed.utils.logger.setLevel("ERROR")
+    # which says on a CPU that kernels for one could be installed
+    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
     transformers.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
     datasets.disable_progress_bars()

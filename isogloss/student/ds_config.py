@@ -52,7 +52,7 @@ class BatchSizes(NamedTuple):
 def ready_made():
     """Say which configurations come with us."""
     names = sorted(file.name for file in Path(shipped("ds_configs")).glob("*.json"))
-    return f"ready-made ones are ds_configs/{', '.join(names)}"
+    return f"ready-made ones in ds_configs/: {', '.join(names)}"
 
 
 def read_ds_config(path):
