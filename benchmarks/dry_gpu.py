@@ -501,13 +501,10 @@ def formula_of(name):
 
     if name == "piece_kl":
         compare = functools.partial(translation.compare_cells, formulas.forward_kl, 1.0, {})
-        index, mask = [{"dtype": dtype, "device": "cuda"} for dtype in (torch.long, torch.bool)]
-        columns_V = formulas.Columns(
-            of_X=torch.zeros(VOCAB, **index), none_X=torch.zeros(VOCAB, **mask),
-            first_K=torch.zeros(CELLS, **index), empty_K=torch.zeros(CELLS, **mask),
-            many_L=torch.zeros(CELLS // 100, **index),
-            more_E=torch.zeros(VOCAB - CELLS, **index),
-            start_L=torch.zeros(CELLS // 100 + 1, **index))
+        sizes = VOCAB, VOCAB, CELLS, CELLS, CELLS // 100, VOCAB - CELLS, CELLS // 100 + 1
+        dtypes = 2 * (torch.long, torch.bool) + 3 * (torch.long,)
+        columns_V = formulas.Columns(*[torch.zeros(size, dtype=dtype, device="cuda")
+                                       for size, dtype in zip(sizes, dtypes)])
         x_NV = logits(VOCAB, torch.float32).requires_grad_()
         return translation.root_values, (x_NV, logits(CELLS, torch.float32), columns_V, compare)
     pair = [logits(VOCAB, torch.bfloat16)[None] for _ in range(2)]

@@ -20,18 +20,16 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import torch
 
 from benchmarks import square
 from isogloss.config import Config
 from isogloss.data.batch import Collator, PairOptions
 from isogloss.flags.parse import MISSING, flag, tool
+from isogloss.losses import FLOOR
 from isogloss.objective.loss_table import build_loss
 from isogloss.projection_tools.pairs import read_texts
-
-LOG_ZERO = -1e4
 
 
 @dataclass(kw_only=True)
@@ -81,12 +79,11 @@ def told(model, batch, tables):
             root_N = positions[nodes.roots.row_S]
             own_cell_N = tables.cell_V[nodes.roots.next_S]
             is_other_NV = tables.cell_V != own_cell_N[:, None]
-            sums[1] -= logp_NV[root_N].masked_fill(is_other_NV, LOG_ZERO).logsumexp(-1).sum()
+            sums[1] -= logp_NV[root_N].masked_fill(is_other_NV, FLOOR).logsumexp(-1).sum()
             sums[2] += nats_N[positions[nodes.insides.row_S]].sum()
             sums[3] += _of_choices(logp_NV[root_N], nodes).sum()
-            is_first = torch.zeros_like(nodes.rests.row_S, dtype=torch.bool)
-            is_first[nodes.rests.chunks_S.start_K[:-1]] = True
-            sums[4] += nats_N[positions[nodes.rests.row_S[~is_first]]].sum()
+            nats_S = nats_N[positions[nodes.rests.row_S]]  # but of the first of each chunk
+            sums[4] += nats_S.sum() - nats_S[nodes.rests.chunks_S.start_K[:-1]].sum()
     return sums
 
 
