@@ -202,6 +202,7 @@ class PlanArgs:
     """Say what a run needs: memory of a rank, bytes that it sends, what to choose."""
 
     recipe: str = flag(MISSING, "YAML file of flags of distill.py.")
+    other: str = flag("", "another one, to compare the two in a table. Empty: none.")
     gpus: int = flag(
         0, 'of the job. 0: as many as the recipe is for, by its comment "# GPUs: 16 of 80 '
         'GiB, 8 on a node"; 8 without one.', low=0, high=2**20)
@@ -254,7 +255,7 @@ def check_output(path):
 TOOLS = {
     "cache": (CacheArgs, {"aliases": {"dtype": "teacher_dtype"}}),
     "export": (ExportArgs, {"positional": ("run",)}),
-    "plan": (PlanArgs, {"positional": ("recipe",)}),
+    "plan": (PlanArgs, {"positional": ("recipe", "other")}),
     "tasks": (TaskArgs, {}),
 }
 

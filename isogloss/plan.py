@@ -1,6 +1,7 @@
 """Say what a run needs before it is started: memory of a rank, bytes that it sends, what to choose.
 
     python -m isogloss.plan recipes/qwen3_4b_to_llama_3.2_1b.yaml --gpus 16 --gpu_gib 80
+    python -m isogloss.plan recipes/on_policy_maths.yaml recipes/gemma3_4b_to_qwen3_1.7b.yaml
 
 P weights of which Pt are trained, b bytes each (2 in bf16 and fp16, else 4), N ranks that share the
 optimizer's state, n = samples x positions of a micro-batch on a rank, m micro-batches in a step.
@@ -50,6 +51,7 @@ Tests: tests/test_plan.py.
 import itertools
 import math
 import re
+from collections import Counter
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cache
@@ -65,6 +67,7 @@ import yaml
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from isogloss.config import MOST_AUTO_MIB, Config, configs_by_teacher
+from isogloss.demo_report import markdown_table
 from isogloss.flags.model_names import read_model_name
 from isogloss.flags.parse import parse_flags, shipped
 from isogloss.job.layout import Roles, check_teacher_ranks, teacher_groups
@@ -358,14 +361,12 @@ def need_of(layout, student, teachers):
     Args:
         teachers: list of (Config of its values, Shape, engine).
     """
-    need = Need({}, {}, 0, 0, {})
+    need = Need(Counter(), {}, 0, 0, {})
     _add_student(need, layout, student)
     for teacher_cfg, shape, engine in teachers:
         _add_teacher(need, layout, teacher_cfg, shape=shape, engine=engine)
-        need.stays["tables of vocabularies"] = need.stays.get("tables of vocabularies", 0) \
-            + TABLES * (student.vocab + shape.vocab)
-        need.stays["terms"] = need.stays.get("terms", 0) \
-            + TERMS * layout.micro_batches * layout.positions
+        need.stays["vocabulary tables"] += TABLES * (student.vocab + shape.vocab)
+        need.stays["terms"] += TERMS * layout.micro_batches * layout.positions
     if layout.on_gpu:
         need.stays["context, buffers, fragments"] = OF_THE_GPU
     return need
@@ -504,7 +505,7 @@ def _add_teacher(need, layout, cfg, *, shape, engine):
     if cfg.teacher_offload:
         need.backward[f"head of {cfg.teacher}"] = b * shape.head
     elif not layout.cfg.teacher_ranks:
-        need.stays[f"teacher {cfg.teacher}"] = weights
+        need.stays[f"weights of {cfg.teacher}"] = weights
     widest = b * positions * (4 * shape.hidden + 3 * shape.inner) + 4 * b * positions * shape.heads
     offloaded = weights if cfg.teacher_offload else 0
     need.teacher_pass = max(need.teacher_pass, widest + offloaded)
@@ -572,6 +573,10 @@ def gpus_of(args):
     return num_gpus, per_node, args.gpu_gib or float(gib)
 
 
+def verdict(need, gpu_gib):
+    return "fits" if need.peak <= USABLE * gpu_gib * GIB else "DOES NOT FIT"
+
+
 def lines_of(need, gpu_gib):
     """Return the lines of a table of a Need."""
     def line(name, value):
@@ -583,8 +588,7 @@ def lines_of(need, gpu_gib):
     lines += [line(name, value) for name, value in need.backward.items() if value]
     lines += ["or, if that is more:", line("a teacher's forward pass", need.teacher_pass),
               line("the optimizer's step", need.step)]
-    verdict = "fits" if need.peak <= USABLE * gpu_gib * GIB else "DOES NOT FIT"
-    lines += [f"  {need.peak / GIB:8.2f}  at most; {verdict} {USABLE:.0%} of {gpu_gib:g} GiB"]
+    lines += [line(f"at most; {verdict(need, gpu_gib)} {USABLE:.0%} of {gpu_gib:g} GiB", need.peak)]
     lines += ["GiB that a rank sends in a step, in its node and to others:"]
     for name, value in need.sends.items():
         network = need.network.get(name, 0)
@@ -594,24 +598,51 @@ def lines_of(need, gpu_gib):
 
 
 def time_and_price(need, cfg, num_gpus, args):
-    """Return the lines that say how long a run takes and what it costs."""
+    """Return (seconds of a step, tokens a second, hours of the run, dollars)."""
     seconds = max(need.operations, need.beside) / (args.mfu * args.tflops * 1e12)
-    hours = seconds * cfg.steps / 3600
-    spent = f"{hours * num_gpus * args.dollars:,.3g} dollars at {args.dollars:g} a GPU hour"
-    lines = [f"a step: {seconds:.3g} s, {need.tokens / seconds:,.0f} tokens a second, if GPUs "
-             f"reach {args.mfu:.0%} of {args.tflops:g} TFLOP/s and sending hides behind that"]
-    if cfg.epochs:
-        return lines
-    return [*lines, f"{cfg.steps:,} steps: {hours:.3g} hours, {spent}, evaluations not counted"]
+    hours = math.nan if cfg.epochs else seconds * cfg.steps / 3600
+    return seconds, need.tokens / seconds, hours, hours * num_gpus * args.dollars
 
 
-def main(args):
-    """Print what a recipe needs, and what to choose."""
+def column_of(args):
+    """Return {name of a row: text} of a recipe: the whole, then the parts of its memory."""
+    cfg, (num_gpus, _, gpu_gib), need = read(args)
+    seconds, speed, hours, dollars = time_and_price(need, cfg, num_gpus, args)
+    texts = {"memory": verdict(need, gpu_gib), "seconds a step": f"{seconds:.3g}",
+             "tokens a second": f"{speed:,.0f}", "hours": f"{hours:.3g}",
+             "dollars": f"{dollars:,.3g}"}
+    parts = Counter({"a step's GiB in its node": need.sent - need.sent_to_nodes,
+                     "a step's GiB to others": need.sent_to_nodes, "GiB at most": need.peak})
+    other = {"a teacher's forward pass": need.teacher_pass, "the optimizer's step": need.step}
+    for name, value in [*need.stays.items(), *need.backward.items(), *other.items()]:
+        parts["- " + re.sub(" of .*", " of teachers", name)] += value
+    return texts | {name: f"{value / GIB:.2f}" for name, value in parts.items()}
+
+
+def read(args):
+    """Return (Config, (GPUs, of a node, GiB of one), Need) of a recipe, and print its first line."""
     cfg = parse_flags(Config, [f"--config={args.recipe}"], file_flag="config")
     num_gpus, per_node, gpu_gib = gpus_of(args)
     print(f"{args.recipe} on {num_gpus} GPUs of {gpu_gib:g} GiB, {per_node} on a node")
-    stated = plan(cfg, num_gpus, per_node=per_node)
-    print("\n".join([*lines_of(stated, gpu_gib), *time_and_price(stated, cfg, num_gpus, args)]))
+    return cfg, (num_gpus, per_node, gpu_gib), plan(cfg, num_gpus, per_node=per_node)
+
+
+def main(args):
+    """Print what a recipe needs and what to choose, or two recipes side by side."""
+    assumed = (f"if GPUs reach {args.mfu:.0%} of {args.tflops:g} TFLOP/s, sending hides behind "
+               f"that and one costs {args.dollars:g} an hour")
+    if args.other:
+        columns = [column_of(replace(args, recipe=name)) for name in (args.recipe, args.other)]
+        rows = [["", "first", "second"]]
+        for name in dict.fromkeys([*columns[0], *columns[1]]):
+            rows.append([name, *[column.get(name, "").rjust(12) for column in columns]])
+        print(f"{markdown_table(rows)}\n{assumed}")
+        return
+    cfg, (num_gpus, per_node, gpu_gib), stated = read(args)
+    seconds, speed, hours, dollars = time_and_price(stated, cfg, num_gpus, args)
+    run = f"{cfg.steps:,} steps: {hours:.3g} hours, {dollars:,.3g} dollars, without evaluations"
+    print(*lines_of(stated, gpu_gib), f"a step: {seconds:.3g} s, {speed:,.0f} tokens a second",
+          "epochs: hours depend on the data" if cfg.epochs else run, assumed, sep="\n")
     best = advice(choices(cfg, num_gpus, per_node), gpu_gib)
     if best is None:
         print("choose: nothing here fits; more GPUs, --teacher_offload, --sequence_parallel, a "
