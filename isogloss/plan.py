@@ -8,8 +8,9 @@ optimizer's state, n = samples x positions of a micro-batch on a rank, m micro-b
 Of a layer h is the hidden size, i the MLP's, q = heads x head size, kv = key-value heads x head
 size.  In bytes of one rank:
 
-    weights      b P               stage 3: b P / N, and 2 b x the widest layer; with --quantize
-                 9 / 16 of a byte for each of the layers' own
+    weights      b P               stage 3: b P / N, and 2 b x the widest layer or, if that is more,
+                 b x half of stage3_max_reuse_distance, at most b P: the last layers stay gathered
+                 until backward; with --quantize 9 / 16 of a byte for each of the layers' own
     optimizer    8 Pt (AdamW) + 4 Pt (float32 weights, not at stage 0 in float32); from 1 on / N
     gradients    b Pt              stages 2, 3: b Pt / N, and 2 b x bucket; at stage 3 they stay
     activations  n x layers x (8 h + 4 b h + b (3 q + 2 kv) + 4 b i)
@@ -19,7 +20,8 @@ size.  In bytes of one rank:
                  sharded, tables of 310 bytes a token of both vocabularies, and until the loss
                  m n_t h_t b_t (hidden states), m n_t W b_t (logits), 8 m n_t k (topk)
     terms        1,300 m n: what ids tell of the terms between two vocabularies
-    step         gradients + 12 Pt / N, at stage 0 8 Pt: float32 gradients, clipped, square roots
+    step         (b + 12) Pt / N, at stage 3 12 Pt / N, at stage 0 (b + 8) Pt, on CPUs (b + 4) Pt:
+                 gradients, in float32, clipped, square roots
 
 The peak is what stays (weights, optimizer, teachers) and the largest of three: the teacher's
 forward pass, the backward pass (gradients, activations, loss, teacher's outputs), the step.  A
@@ -198,6 +200,7 @@ class Layout:
         per_node: ranks of the student on a node.
         micro_batch, micro_batches: samples of one, and how many a step has.
         bucket: elements that are reduced at a time.
+        reuse: weights that stage 3 may use before it needs some again, which then stay gathered.
         on_gpu: the ranks are GPUs.
     """
 
@@ -209,6 +212,7 @@ class Layout:
     micro_batch: int
     micro_batches: int
     bucket: int
+    reuse: int
     on_gpu: bool
 
     @property
@@ -270,7 +274,8 @@ def layout_of(cfg, num_ranks, hidden_size, on_gpu=True, stage=None, per_node=0):
     return Layout(
         cfg, zero.get("stage", 0) if stage is None else stage, 2 if half else 4, ranks,
         per_node - cfg.teacher_ranks, sizes.micro_batch_size, sizes.grad_accum_steps,
-        int(zero.get("reduce_bucket_size", 5e8)), on_gpu)
+        int(zero.get("reduce_bucket_size", 5e8)),
+        int(zero.get("stage3_max_reuse_distance", 1e9)), on_gpu)
 
 
 @dataclass
@@ -392,7 +397,8 @@ def _add_student(need, layout, shape):
         need.stays["weights"] = b * weights // sharers
         # DeepSpeed keeps its buffer of gradients
         need.stays["gradients"] = b * trained // sharers
-        need.backward["gathered weights"] = 2 * b * max(shape.layer, shape.head)
+        need.backward["gathered weights"] = b * max(
+            2 * max(shape.layer, shape.head), min(weights, layout.reuse // 2))
     need.stays["optimizer"] = optimizer // (sharers if is_sharded else 1)
     gradients = b * trained
     if layout.stage >= 2:
@@ -402,7 +408,10 @@ def _add_student(need, layout, shape):
     need.backward["activations"] = activation_bytes(layout, shape)
     head = 0 if cfg.lora_r else 4 * shape.head
     need.backward["loss"] = (cfg.loss_memory_mib or MOST_AUTO_MIB) * 2**20 + head
-    need.step = gradients + (12 * trained // sharers if is_sharded else 8 * trained)
+    # float32 gradients; where it runs on all tensors at once, their square roots too
+    need.step = b * trained + 4 * trained * (2 if layout.on_gpu else 1)
+    if is_sharded:
+        need.step = (b * (layout.stage < 3) + 12) * trained // sharers
     frozen = weights - trained
     recomputed = 2 * weights * cfg.activation_checkpointing
     need.operations += (6 * trained + 4 * frozen + recomputed) * layout.positions * \
