@@ -65,12 +65,13 @@ def parts_of(state):
     weights = list(state.engine.module.parameters())
     zero = state.engine.optimizer
     states = state.engine.basic_optimizer.state
+    shards = [weight.ds_tensor for weight in weights if hasattr(weight, "ds_tensor")]
     gradients = [weight.grad for weight in weights if weight.grad is not None]
     for name in ("averaged_gradients", "fp32_groups_gradients_flat", "grad_partitions_flat_buffer"):
         gradients += tensors_in(getattr(zero, name, None))
     teachers = [setup.source.runner.parameters() for setup in state.teachers]
     return {
-        "weights": new_bytes([*weights, *[w.ds_tensor for w in weights if hasattr(w, "ds_tensor")]]),
+        "weights": new_bytes([*weights, *shards]),
         "gradients": new_bytes(gradients),
         "optimizer": new_bytes([*states, *tensors_in([list(s.values()) for s in states.values()])]),
         "teachers": new_bytes(itertools.chain(*teachers))}

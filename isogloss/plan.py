@@ -629,7 +629,7 @@ def column_of(args):
 
 
 def read(args):
-    """Return (Config, (GPUs, of a node, GiB of one), Need) of a recipe, and print its first line."""
+    """Return (Config, what `gpus_of` returns, Need) of a recipe, and print its first line."""
     cfg = parse_flags(Config, [f"--config={args.recipe}"], file_flag="config")
     num_gpus, per_node, gpu_gib = gpus_of(args)
     print(f"{args.recipe} on {num_gpus} GPUs of {gpu_gib:g} GiB, {per_node} on a node")
