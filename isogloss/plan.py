@@ -47,7 +47,7 @@ is an H100's peak in bfloat16, and 2.5 dollars an hour a guess.
 
 What distill.py refuses of a layout is refused here too, by the same checks.  Sizes of models come
 from their config.json, or from recipes/architectures.yaml where there is none.
-Tests: tests/test_plan.py.
+Tests: tests/test_plan.py, tests/test_plan_memory.py.
 """
 
 import itertools
@@ -618,8 +618,9 @@ def column_of(args):
     cfg, (num_gpus, _, gpu_gib), need = read(args)
     seconds, speed, hours, dollars = time_and_price(need, cfg, num_gpus, args)
     texts = {"memory": verdict(need, gpu_gib), "seconds a step": f"{seconds:.3g}",
-             "tokens a second": f"{speed:,.0f}", "hours": f"{hours:.3g}",
-             "dollars": f"{dollars:,.3g}"}
+             "tokens a second": f"{speed:,.0f}",
+             "hours": "unknown" if cfg.epochs else f"{hours:.3g}",
+             "dollars": "unknown" if cfg.epochs else f"{dollars:,.3g}"}
     parts = Counter({"a step's GiB in its node": need.sent - need.sent_to_nodes,
                      "a step's GiB to others": need.sent_to_nodes, "GiB at most": need.peak})
     other = {"a teacher's forward pass": need.teacher_pass, "the optimizer's step": need.step}
@@ -639,7 +640,7 @@ def read(args):
 def main(args):
     """Print what a recipe needs and what to choose, or two recipes side by side."""
     assumed = (f"if GPUs reach {args.mfu:.0%} of {args.tflops:g} TFLOP/s, sending hides behind "
-               f"that and one costs {args.dollars:g} an hour")
+               f"that and one costs {args.dollars:g} dollars an hour")
     if args.other:
         columns = [column_of(replace(args, recipe=name)) for name in (args.recipe, args.other)]
         rows = [["", "first", "second"]]
