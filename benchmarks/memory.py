@@ -10,7 +10,6 @@ numpy and numba hold is not counted.
 """
 
 import gc
-import itertools
 import json
 import os
 import sys
@@ -46,55 +45,13 @@ def live_bytes():
     return sum(storages.values())
 
 
-def parts_of(state):
-    """Return {part: bytes} of what this rank holds for the student before a step, and of teachers.
-
-    A storage counts for the first part that holds it.
-    """
-    seen = set()
-
-    def new_bytes(tensors):
-        total = 0
-        for tensor in tensors:
-            storage = tensor.untyped_storage()
-            if storage.data_ptr() not in seen:
-                seen.add(storage.data_ptr())
-                total += storage.nbytes()
-        return total
-
-    weights = list(state.engine.module.parameters())
-    zero = state.engine.optimizer
-    states = state.engine.basic_optimizer.state
-    shards = [weight.ds_tensor for weight in weights if hasattr(weight, "ds_tensor")]
-    gradients = [weight.grad for weight in weights if weight.grad is not None]
-    for name in ("averaged_gradients", "fp32_groups_gradients_flat", "grad_partitions_flat_buffer"):
-        gradients += tensors_in(getattr(zero, name, None))
-    teachers = [setup.source.runner.parameters() for setup in state.teachers]
-    return {
-        "weights": new_bytes([*weights, *shards]),
-        "gradients": new_bytes(gradients),
-        "optimizer": new_bytes([*states, *tensors_in([list(s.values()) for s in states.values()])]),
-        "teachers": new_bytes(itertools.chain(*teachers))}
-
-
-def tensors_in(value):
-    """List the tensors of nested lists and dicts."""
-    import torch
-
-    if isinstance(value, torch.Tensor):
-        return [value]
-    values = value.values() if isinstance(value, dict) else value
-    nested = isinstance(value, (dict, list, tuple))
-    return [tensor for part in values for tensor in tensors_in(part)] if nested else []
-
-
 def measure(flags):
     """Run a job of two steps on this rank.
 
     Args:
         flags: of Config.
     Returns:
-        {"state": bytes, "peak": bytes} and those of `parts_of`.
+        {"state": bytes, "peak": bytes}.
     """
     from torch.profiler import ProfilerActivity, profile
 
@@ -110,15 +67,6 @@ def measure(flags):
     steps = [[next(batches) for _ in range(num)] for _ in range(2)]
     distill.train_step(state, steps.pop(0))
     gc.collect()
-    parts = {}
-    take = state.engine.step
-
-    def step():  # once for each micro-batch
-        for name, size in parts_of(state).items():
-            parts[name] = max(size, parts.get(name, 0))
-        take()
-
-    state.engine.step = step
     before = live_bytes() - foreign
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         distill.train_step(state, steps.pop(0))
@@ -128,7 +76,7 @@ def measure(flags):
         if event.name() == "[memory]":
             now += event.nbytes()
             peak = max(peak, now)
-    return {"state": before, "peak": before + peak} | parts
+    return {"state": before, "peak": before + peak}
 
 
 def prepare(assets, folder, hidden, layers):
