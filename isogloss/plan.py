@@ -155,9 +155,7 @@ def _empty_model(role, path, trust_remote_code):
     table = yaml.safe_load(ARCHITECTURES.read_text()) if ARCHITECTURES.exists() else {}
     base = read_model_name(role, path).base
     if not Path(base).is_dir() and base in table:
-        values = dict(table[base])
-        for key in ("source", "published"):
-            del values[key]
+        values = {key: table[base][key] for key in table[base].keys() - {"source", "published"}}
         config = AutoConfig.for_model(**values)
     else:
         try:
@@ -170,11 +168,9 @@ def _empty_model(role, path, trust_remote_code):
 
 
 def _widest_layer(model, num_layers):
-    widest = 0
-    for module in model.modules():
-        if isinstance(module, torch.nn.ModuleList) and len(module) == num_layers:
-            widest = max(widest, *map(num_weights, module))
-    return widest
+    lists = [module for module in model.modules()
+             if isinstance(module, torch.nn.ModuleList) and len(module) == num_layers]
+    return max(map(num_weights, itertools.chain(*lists)), default=0)
 
 
 def adapter_weights(shape, cfg):
@@ -305,6 +301,9 @@ class Need:
     @property
     def peak(self):
         return self.state + max(sum(self.backward.values()), self.teacher_pass, self.step)
+
+    def verdict(self, gpu_gib):
+        return "fits" if self.peak <= USABLE * gpu_gib * GIB else "DOES NOT FIT"
 
     @property
     def sent(self):
@@ -546,9 +545,8 @@ def choices(cfg, num_ranks, per_node):
     if cfg.kd_weight and cfg.teacher_kind.has_weights and not cfg.teachers:
         degrees = [degree for degree in (1, 2, 4, 8) if per_node % degree == 0]
     for stage, degree, checkpointing in itertools.product(stages, degrees, (False, True)):
-        other = replace(cfg, activation_checkpointing=checkpointing, activation_offload=False)
-        if not cfg.teachers:
-            other = replace(other, teacher_tp=degree)
+        other = replace(cfg, activation_checkpointing=checkpointing, activation_offload=False,
+                        teacher_tp=cfg.teacher_tp if cfg.teachers else degree)
         with suppress(ValueError):
             need = plan(other, num_ranks, stage=stage, per_node=per_node)
             needs.append((words_of(other, stage), need))
@@ -582,23 +580,19 @@ def gpus_of(args):
     return num_gpus, per_node, args.gpu_gib or float(gib)
 
 
-def verdict(need, gpu_gib):
-    return "fits" if need.peak <= USABLE * gpu_gib * GIB else "DOES NOT FIT"
-
-
 def lines_of(need, gpu_gib):
     """Return the lines of a table of a Need."""
     def line(name, value):
         return f"  {value / GIB:8.2f}  {name}"
 
-    lines = ["GiB of a rank that stay:"]
-    lines += [line(name, value) for name, value in need.stays.items() if value]
-    lines += ["while the gradient is computed:"]
-    lines += [line(name, value) for name, value in need.backward.items() if value]
-    lines += ["or, if that is more:", line("a teacher's forward pass", need.teacher_pass),
-              line("the optimizer's step", need.step)]
-    lines += [line(f"at most; {verdict(need, gpu_gib)} {USABLE:.0%} of {gpu_gib:g} GiB", need.peak)]
-    lines += ["GiB that a rank sends in a step, in its node and to others:"]
+    lines = ["GiB of a rank that stay:",
+             *[line(name, value) for name, value in need.stays.items() if value],
+             "while the gradient is computed:",
+             *[line(name, value) for name, value in need.backward.items() if value],
+             "or, if that is more:", line("a teacher's forward pass", need.teacher_pass),
+             line("the optimizer's step", need.step),
+             line(f"at most; {need.verdict(gpu_gib)} {USABLE:.0%} of {gpu_gib:g} GiB", need.peak),
+             "GiB that a rank sends in a step, in its node and to others:"]
     for name, value in need.sends.items():
         network = need.network.get(name, 0)
         if value:
@@ -609,7 +603,7 @@ def lines_of(need, gpu_gib):
 def time_and_price(need, cfg, num_gpus, args):
     """Return (seconds of a step, tokens a second, hours of the run, dollars)."""
     seconds = max(need.operations, need.beside) / (args.mfu * args.tflops * 1e12)
-    hours = math.nan if cfg.epochs else seconds * cfg.steps / 3600
+    hours = seconds * cfg.steps / 3600
     return seconds, need.tokens / seconds, hours, hours * num_gpus * args.dollars
 
 
@@ -617,10 +611,10 @@ def column_of(args):
     """Return {name of a row: text} of a recipe: the whole, then the parts of its memory."""
     cfg, (num_gpus, _, gpu_gib), need = read(args)
     seconds, speed, hours, dollars = time_and_price(need, cfg, num_gpus, args)
-    texts = {"memory": verdict(need, gpu_gib), "seconds a step": f"{seconds:.3g}",
-             "tokens a second": f"{speed:,.0f}",
-             "hours": "unknown" if cfg.epochs else f"{hours:.3g}",
-             "dollars": "unknown" if cfg.epochs else f"{dollars:,.3g}"}
+    texts = {"memory": need.verdict(gpu_gib), "seconds a step": f"{seconds:.3g}",
+             "tokens a second": f"{speed:,.0f}"}
+    if not cfg.epochs:
+        texts |= {"hours": f"{hours:.3g}", "dollars": f"{dollars:,.3g}"}
     parts = Counter({"a step's GiB in its node": need.sent - need.sent_to_nodes,
                      "a step's GiB to others": need.sent_to_nodes, "GiB at most": need.peak})
     other = {"a teacher's forward pass": need.teacher_pass, "the optimizer's step": need.step}
