@@ -302,8 +302,8 @@ class Need:
     def peak(self):
         return self.state + max(sum(self.backward.values()), self.teacher_pass, self.step)
 
-    def verdict(self, gpu_gib):
-        return "fits" if self.peak <= USABLE * gpu_gib * GIB else "DOES NOT FIT"
+    def fits(self, gpu_gib):
+        return self.peak <= USABLE * gpu_gib * GIB
 
     @property
     def sent(self):
@@ -407,7 +407,6 @@ def _add_student(need, layout, shape):
     need.backward["activations"] = activation_bytes(layout, shape)
     head = 0 if cfg.lora_r else 4 * shape.head
     need.backward["loss"] = (cfg.loss_memory_mib or MOST_AUTO_MIB) * 2**20 + head
-    # float32 gradients; where it runs on all tensors at once, their square roots too
     need.step = b * trained + 4 * trained * (2 if layout.on_gpu else 1)
     if is_sharded:
         need.step = (b * (layout.stage < 3) + 12) * trained // sharers
@@ -563,9 +562,8 @@ def advice(needs, gpu_gib):
         _, need = entry
         return round((need.sent + (NVLINK_PER_NETWORK - 1) * need.sent_to_nodes) / GIB, 1)
 
-    fitting = [entry for entry in needs if entry[1].peak <= USABLE * gpu_gib * GIB]
     # of equal ones the first, which shards and recomputes least
-    return min(fitting, key=cost, default=None)
+    return min((entry for entry in needs if entry[1].fits(gpu_gib)), key=cost, default=None)
 
 
 # --- command line ---------------------------------------------------------------------------------
@@ -585,13 +583,14 @@ def lines_of(need, gpu_gib):
     def line(name, value):
         return f"  {value / GIB:8.2f}  {name}"
 
+    verdict = "fits" if need.fits(gpu_gib) else "DOES NOT FIT"
     lines = ["GiB of a rank that stay:",
              *[line(name, value) for name, value in need.stays.items() if value],
              "while the gradient is computed:",
              *[line(name, value) for name, value in need.backward.items() if value],
              "or, if that is more:", line("a teacher's forward pass", need.teacher_pass),
              line("the optimizer's step", need.step),
-             line(f"at most; {need.verdict(gpu_gib)} {USABLE:.0%} of {gpu_gib:g} GiB", need.peak),
+             line(f"at most; {verdict} {USABLE:.0%} of {gpu_gib:g} GiB", need.peak),
              "GiB that a rank sends in a step, in its node and to others:"]
     for name, value in need.sends.items():
         network = need.network.get(name, 0)
@@ -611,7 +610,7 @@ def column_of(args):
     """Return {name of a row: text} of a recipe: the whole, then the parts of its memory."""
     cfg, (num_gpus, _, gpu_gib), need = read(args)
     seconds, speed, hours, dollars = time_and_price(need, cfg, num_gpus, args)
-    texts = {"memory": need.verdict(gpu_gib), "seconds a step": f"{seconds:.3g}",
+    texts = {"fits": "yes" if need.fits(gpu_gib) else "NO", "seconds a step": f"{seconds:.3g}",
              "tokens a second": f"{speed:,.0f}"}
     if not cfg.epochs:
         texts |= {"hours": f"{hours:.3g}", "dollars": f"{dollars:,.3g}"}
