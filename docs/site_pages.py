@@ -46,6 +46,16 @@ def on_page_markdown(markdown, page, config, files):
     return relocated(markdown, f"docs/{uri}", uri)
 
 
+def on_page_content(html, page, config, files):
+    """Keep flags within a line of text whole; browsers break lines behind hyphens."""
+    def replace(match):
+        if match[1] is None:
+            return match[0]
+        return re.sub(r"--\w+", r'<span class="flag">\g<0></span>', match[0])
+
+    return re.sub(r"<pre.*?</pre>|<code>([^<]*)</code>", replace, html, flags=re.DOTALL)
+
+
 def relocated(text, path, page):
     """Return the text of a file of the repository with the links that its page needs.
 
