@@ -179,7 +179,6 @@ class Log:
         self.bar = tqdm(
             total=cfg.steps,
             initial=start_step,
-            desc=cfg.loss if cfg.kd_weight else "no teacher (CE only)",
             unit="step",
             # In seconds: a log file gets fewer lines than a terminal.
             mininterval=0.5 if sys.stderr.isatty() else 10)

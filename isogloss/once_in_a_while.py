@@ -36,7 +36,7 @@ def announce(state, inputs, start):
     model = f"student {cfg.student} ({in_millions(state.student.num_weights)} weights, {dtype})"
     for setup in state.teachers:
         model += f", teacher {setup.name} ({setup.cfg.loss}, weight {setup.cfg.kd_weight:g})"
-    tell(model if state.teachers else f"{model}, no teacher")
+    tell(model if state.teachers else f"{model}, no teacher (CE only)")
     batch = samples_per_step(cfg, engine)
     micro_batch = engine.train_micro_batch_size_per_gpu()
     shape = f"{num_readers(cfg)} x {micro_batch} x {engine.gradient_accumulation_steps()}"
