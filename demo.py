@@ -613,4 +613,4 @@ def main():
 
 
 if __name__ == "__main__":
-    main()
+    print(__doc__) if sys.argv[1:] else main()  # it has no flags
