@@ -4,13 +4,18 @@ import json
 import os
 import signal
 import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
 import ranks
 from isogloss.job.ipc import is_running
+from isogloss.job.launch import start_distributed
+from isogloss.job.watch import StopSignals
 from isogloss.rollout import Prompt
+from isogloss.writing.node_writer import NodeWriter
 from isogloss.writing.writer_process import (
     WriterError,
     WriterProcess,
@@ -69,6 +74,34 @@ def test_a_process_that_fails_ends_the_job_with_a_line(base, fault, line):  # no
              f"--rollout_command={command(fault)}", "--max_logp_gap=0.001", "--rollout_eval=0"]
     [ended] = run_with_trouble(1, flags, folder / f"output of {fault}")
     assert ended.code == 1 and line in ended.stderr, ended
+
+
+def ended_by_another_threads_signal():
+    """Wait for a writer that hangs, while a signal comes to the thread that asks it."""
+    start_distributed()
+    signals = StopSignals()
+
+    def ask():
+        os.kill(os.getpid(), signal.SIGTERM)
+        deadline = time.monotonic() + 20
+        while not signals.received:
+            if time.monotonic() > deadline:
+                return {}, 0.0
+            time.sleep(0.01)
+        raise WriterStopped
+
+    writer = NodeWriter.__new__(NodeWriter)
+    writer.process = True
+    with ThreadPoolExecutor(1) as thread:
+        thread.submit(int).result()  # it starts before the main thread takes no signal
+        signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
+        writer.asked = thread.submit(ask)
+        with pytest.raises(WriterStopped):
+            writer.finish()
+
+
+def test_a_signal_that_comes_to_another_thread_ends_the_wait():
+    ranks.run(1, ended_by_another_threads_signal)
 
 
 @pytest.mark.slow

@@ -10,7 +10,7 @@ import copy
 import importlib.util
 import os
 import time
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 
 import deepspeed
@@ -25,6 +25,7 @@ from isogloss.job.watch import node_name
 from isogloss.models.adapters import is_adapter, plain_name
 from isogloss.student.whole_student import refresh_plain
 from isogloss.writing.writer_process import (
+    PERIOD,
     WriterError,
     WriterProcess,
     WriterStopped,
@@ -91,6 +92,9 @@ class NodeWriter:
         problem = ""
         is_stopped = False
         if self.process:
+            while not self.asked.done():
+                # a signal may come to another thread, and wakes nobody who waits without an end
+                wait([self.asked], PERIOD)
             try:
                 by_rank, seconds = self.asked.result()
             except WriterError as error:
