@@ -25,6 +25,7 @@ from isogloss.job.step_report import named
 from isogloss.job.watch import FAILED, current_watch
 from isogloss.log import TIMED_STEPS, speed_metrics, time_collectives
 from isogloss.student.finite import has_finite_state
+from isogloss.tasks import as_markdown
 from isogloss.writing.on_policy import evaluate_rollouts
 
 
@@ -209,9 +210,7 @@ def log_tasks(state, step, log, stop):
         metrics, records = state.tasks.run(model, global_sums, agree, stop)
     if metrics:
         log.write(step, metrics)
-        scores = [f"{name.removeprefix('eval/')} {value:.4g}" for name, value in metrics.items()
-                  if value is not None and not name.endswith("_seconds")]
-        log.say(step, ", ".join(scores))
+        log.say(step, "tasks\n" + as_markdown([task.name for task in state.tasks.tasks], metrics))
         of_ranks = values_of_ranks(records)
         records = [record for of_rank in of_ranks for record in of_rank]
         log.write_records("eval_tasks", step, records)

@@ -22,6 +22,7 @@ import torch.distributed as dist
 
 from isogloss.data.ends import load_generation, stop_ids
 from isogloss.data.sample import TextEncoder
+from isogloss.demo_report import markdown_table
 from isogloss.evaluation.task_model import TaskEncoder
 from isogloss.evaluation.task_suite import load_suite
 from isogloss.job.counts import global_sums
@@ -50,23 +51,23 @@ def write_records(path, records):
 
 
 def number(value):
-    """Return four decimals, of what is large no more digits than float32 has."""
+    """Return four decimals, of what is large no more digits than float32 has; of None nothing."""
+    if value is None:
+        return ""
     return f"{value:.4f}" if abs(value) < 1000 else f"{value:.6g}"
 
 
 def as_markdown(names, metrics):
     """Return a table of the metrics of tasks: task, metric, value, standard error, seconds."""
-    lines = ["| task | metric | value | stderr | seconds |", "|---|---|---|---|---|"]
+    rows = [["task", "metric", "value", "stderr", "seconds"]]
     for key, value in metrics.items():
         name = max((name for name in names if key.startswith(f"eval/{name}_")), key=len)
         metric = key.removeprefix(f"eval/{name}_")
         if "_stderr" in metric or metric == "seconds":
             continue
-        stderr = metrics.get(f"{key}_stderr")
-        error = "" if stderr is None else number(stderr)
-        seconds = metrics[f"eval/{name}_seconds"]
-        lines.append(f"| {name} | {metric} | {number(value)} | {error} | {seconds:.1f} |")
-    return "\n".join(lines)
+        seconds = f"{metrics[f'eval/{name}_seconds']:.1f}"
+        rows.append([name, metric, number(value), number(metrics.get(f"{key}_stderr")), seconds])
+    return markdown_table(rows)
 
 
 def _start_ranks():
