@@ -164,6 +164,20 @@ def count_terms(*batches):
             sum(count.pairs[0].kd_terms for count in counts))
 
 
+def _settings_of(arguments, options):
+    """Return the TrainingArguments among a trainer's arguments, which leave rows as they are."""
+    settings = options.get("args") or next(
+        (one for one in arguments if isinstance(one, TrainingArguments)), None)
+    if settings is None:
+        raise ValueError("args: expected TrainingArguments, or TRL's SFTConfig")
+    if getattr(settings, "packing", False):
+        raise ValueError("packing=True: each row is one text for both models; leave it out")
+    settings.remove_unused_columns = False
+    if hasattr(settings, "dataset_kwargs"):
+        settings.dataset_kwargs = {"skip_prepare_dataset": True}
+    return settings
+
+
 def distilled(trainer_class, teacher, teacher_tokenizer=None, **flags):
     """Return a subclass of the Trainer of transformers, or of TRL's SFTTrainer, with a teacher.
 
@@ -177,15 +191,7 @@ def distilled(trainer_class, teacher, teacher_tokenizer=None, **flags):
     """
     class Distilled(trainer_class):
         def __init__(self, *arguments, **options):
-            settings = options.get("args") or next(
-                (one for one in arguments if isinstance(one, TrainingArguments)), None)
-            if settings is None:
-                raise ValueError("args: expected TrainingArguments, or TRL's SFTConfig")
-            if getattr(settings, "packing", False):
-                raise ValueError("packing=True: each row is one text for both models; leave it out")
-            settings.remove_unused_columns = False
-            if hasattr(settings, "dataset_kwargs"):
-                settings.dataset_kwargs = {"skip_prepare_dataset": True}
+            settings = _settings_of(arguments, options)
             its_flags = dict(flags)
             if getattr(settings, "max_length", None):
                 its_flags.setdefault("max_length", settings.max_length)
