@@ -486,77 +486,60 @@ def top_k_buckets(logp_NV: Tensor, ids_NK: Tensor, tail: bool) -> Tensor:
     return torch.cat([kept_NK, at_least(tail_N[:, None], FLOOR)], 1)
 
 
-class Mixture(NamedTuple):
-    """Describe a divergence a KL(q || m) + b KL(p || m), m = s p + (1 - s) q.
-
-    forward_weight, reverse_weight: a, b, each 0 to 1.
-    student_weight: s, 0 to 1.
-    """
-
-    forward_weight: float
-    reverse_weight: float
-    student_weight: float
-
-
-def _mixture(name: str, coefficient: float) -> Mixture | None:
-    """Return the weights of a divergence by its name; None: total variation, which is no mixture.
-
-    Raises:
-        ValueError: unknown name.
-    """
-    c = coefficient
-    jsd = Mixture(c, 1 - c, 1 - c)
-    if not 0 < c < 1:  # the ends mean the two divergences, see generalized_jsd
-        jsd = Mixture(1 - c, c, 1 - c)
-    by_name = {
-        "forward_kl": Mixture(1, 0, 1),
-        "reverse_kl": Mixture(0, 1, 0),
-        "generalized_jsd": jsd,
-        "skew_forward_kl": Mixture(1, 0, 1 - c),
-        "skew_reverse_kl": Mixture(0, 1, c),
-        "total_variation": None,
-    }
-    if name not in by_name:
-        names = ", ".join([*by_name, "adaptive_kl"])
-        raise ValueError(f"{name!r}: no such divergence; expected one of {names}")
-    return by_name[name]
-
-
 def divergence_of(name: str, logp: Tensor, logq: Tensor, coefficient: float = 0.0) -> Tensor:
     """Return the (...) divergences over the last axis of log-probabilities, in nats.
 
     Args:
         name, coefficient: see `position_divergence`.
         logp, logq: of the student and the teacher, (..., X), finite.
+    Raises:
+        ValueError: unknown name.
     """
+    c = coefficient
+    if name == "generalized_jsd" and c in (0, 1):  # its ends mean the two divergences
+        name = "reverse_kl" if c else "forward_kl"
+    elif name in ("skew_forward_kl", "skew_reverse_kl") and not c:
+        name = name.removeprefix("skew_")
+    if name == "forward_kl":
+        return _kl(logq, logp)
+    if name == "reverse_kl":
+        return _kl(logp, logq)
+    if name == "generalized_jsd":
+        return _jensen_shannon(logp, logq, 1 - c)
+    if name == "skew_forward_kl":
+        return _kl(logq, _log_mixture(logp.exp(), logq.exp(), 1 - c))
+    if name == "skew_reverse_kl":
+        return _kl(logp, _log_mixture(logp.exp(), logq.exp(), c))
     if name == "adaptive_kl":
-        return _adaptive_divergence(logp, logq, coefficient)
-    mixture = _mixture(name, coefficient)
-    if mixture is None:
+        return _adaptive_divergence(logp, logq, c)
+    if name == "total_variation":
         return (logp.exp() - logq.exp()).abs().sum(-1) / 2
-    forward_weight, reverse_weight, student_weight = mixture
-    if student_weight == 1:
-        logm = logp
-    elif student_weight == 0 and reverse_weight:
-        logm = logq
-    else:  # also KL(q || q): it is 0, but has to have a gradient, of 0
-        logm = _log_mixture(logp, logq, 1 - student_weight)
-    if not reverse_weight:
-        return scaled(_kl(logq, logm), forward_weight)
-    reverse = scaled(_kl(logp, logm), reverse_weight)
-    return reverse + forward_weight * _kl(logq, logm) if forward_weight else reverse
+    raise ValueError(f"{name!r}: no such divergence; expected forward_kl, reverse_kl, "
+                     "generalized_jsd, skew_forward_kl, skew_reverse_kl, adaptive_kl or "
+                     "total_variation")
+
+
+def _jensen_shannon(logp: Tensor, logq: Tensor, weight: float) -> Tensor:
+    """Return weight KL(p || m) + (1 - weight) KL(q || m), m = weight p + (1 - weight) q.
+
+    Its logarithms get no gradient: what theirs adds to the one term it takes from the other.
+    """
+    p, q = logp.exp(), logq.exp()
+    with torch.no_grad():
+        logm = _log_mixture(p, q, weight)
+        of_q = q * (logq - logm)
+        log_ratio = logp - logm
+    return of_q.lerp(p * log_ratio, weight).sum(-1)
+
+
+def _log_mixture(p: Tensor, q: Tensor, weight_p: float) -> Tensor:
+    """Return log(weight_p p + (1 - weight_p) q), finite; a lower mass counts in no sum."""
+    return at_least(q.lerp(p, weight_p), torch.finfo(p.dtype).tiny).log()
 
 
 def _kl(logq: Tensor, logp: Tensor) -> Tensor:
     """Sum q (log q - log p) over the last axis; all logarithms are finite."""
     return (logq.exp() * (logq - logp)).sum(-1)
-
-
-def _log_mixture(logp: Tensor, logq: Tensor, weight_q: float) -> Tensor:
-    """Return log(weight_q q + (1 - weight_q) p)."""
-    # filled where they are used: a logarithm of Python's has no symbol in a compiled graph
-    log_weights = [logp.new_full((), weight).log() for weight in (1 - weight_q, weight_q)]
-    return torch.stack([logp + log_weights[0], logq + log_weights[1]]).logsumexp(0)
 
 
 def _adaptive_divergence(logp: Tensor, logq: Tensor, alpha: float) -> Tensor:
