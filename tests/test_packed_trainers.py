@@ -277,9 +277,9 @@ class SFTTrainer:
         self.training_client.set_loss_fn(None)
 
 
-def verl_config(tokenizer, logits, chats=(), **data):
+def verl_config(tokenizer, logits, chats=(), max_length=201, **data):
     return SimpleNamespace(tokenizer=tokenizer, logits=logits, chats=Chats(chats),
-                           data=DataConfig(max_length=200, **data))
+                           data=DataConfig(max_length=max_length, **data))
 
 
 class DataConfig(dict):
@@ -322,7 +322,7 @@ def test_the_lines_of_the_page_distill_in_verl(chat_models, texts, monkeypatch):
     module = SimpleNamespace(SFTTrainer=SFTTrainer, made=[])
     for name in ("verl", "verl.trainer", "verl.trainer.sft_trainer"):
         monkeypatch.setitem(sys.modules, name, SimpleNamespace(sft_trainer=module))
-    config = verl_config(student, None, chats, apply_chat_template_kwargs={"mark": "-"})
+    config = verl_config(student, None, chats, 40, apply_chat_template_kwargs={"mark": "-"})
     tool = {"type": "function", "function": {"name": "add", "parameters": {}}}
     tools = config.chats.tools = [None, [tool], None]
     module.main = lambda: module.made.append(module.SFTTrainer(config))
@@ -336,13 +336,15 @@ def test_the_lines_of_the_page_distill_in_verl(chat_models, texts, monkeypatch):
         assert row == {"messages": chat, "tools": given}
         text = student.apply_chat_template(chat, given, tokenize=False, mark="-")
         assert text.startswith("add-" if given else "-")
-        ids.append(torch.tensor(student.encode(text, add_special_tokens=False)))
+        ids.append(torch.tensor(student.encode(text, add_special_tokens=False)[:40]))
+    assert max(map(len, ids)) == 40  # a text is cut
     logits = torch.randn(1, sum(map(len, ids)), len(student), requires_grad=True)
     trainer.training_client.logits = logits
     data = verl_data(SimpleNamespace(ids=ids), rows)
     loss, _ = trainer.training_client.train_batch(data=data)
     model = AutoModelForCausalLM.from_pretrained(chat_models[1])
-    distillation = Distillation(student, model, teacher, template_kwargs='{"mark": "-"}')
+    distillation = Distillation(student, model, teacher, max_length=39,
+                                template_kwargs='{"mark": "-"}')
     made = distillation.collate(rows)
     width = made["labels"].shape[1]
     wide = torch.stack([torch.nn.functional.pad(part, (0, 0, 0, width - len(part)))[:width]

@@ -73,7 +73,8 @@ def distilled_in_verl(trainer_class, teacher, teacher_tokenizer=None, **flags):
             super()._build_engine()
             data = self.config.data
             told = json.dumps(dict(data.get("apply_chat_template_kwargs") or {}))
-            its_flags = {"max_length": data.max_length, "template_kwargs": told} | flags
+            # whose last token is a label here
+            its_flags = {"max_length": data.max_length - 1, "template_kwargs": told} | flags
             distillation = Distillation(
                 self.model_config.tokenizer, teacher, teacher_tokenizer, **its_flags)
             client = self.training_client
