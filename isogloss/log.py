@@ -303,13 +303,16 @@ class Log:
         self.bar.set_postfix(shown, refresh=False)
         self.bar.update()
 
+    def end_bar(self):
+        """Write what is pending and end the progress bar; other lines follow."""
+        if self.is_active:
+            self.flush()
+            self.bar.close()
+
     def close(self):
         """End the progress bar and the wandb run."""
-        if not self.is_active:
-            return
-        self.flush()
-        self.bar.close()
-        if self.wandb:
+        self.end_bar()
+        if self.is_active and self.wandb:
             self.wandb.finish()
 
 

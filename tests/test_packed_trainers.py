@@ -312,8 +312,8 @@ def test_the_lines_of_the_page_distill_in_verl(chat_models, texts, monkeypatch):
     student, teacher = [AutoTokenizer.from_pretrained(folder) for folder in chat_models]
     mark = "{{ mark if mark is defined else '' }}"
     student.chat_template = teacher.chat_template = (
-        "{{ tools[0].function.name if tools }}{% for message in messages %}" + mark + "{{ message.role + ':' + message.content + "
-        "'\n' }}{% endfor %}")
+        "{{ tools[0].function.name if tools }}{% for message in messages %}" + mark +
+        "{{ message.role + ':' + message.content + '\n' }}{% endfor %}")
     monkeypatch.setattr(AutoTokenizer, "from_pretrained", lambda name: teacher)
     chats = []
     for text in texts[:3]:
