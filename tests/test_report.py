@@ -6,6 +6,7 @@ import re
 from dataclasses import asdict
 from html.parser import HTMLParser
 from importlib.util import find_spec
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -144,16 +145,17 @@ def shown(tmp_path, monkeypatch):
     return SimpleNamespace(cfg=cfg, log=log, monitor=monitor, sent=sent, board=board)
 
 
-def test_tensorboard_gets_the_report_in_tags_that_it_shows(shown, monkeypatch):
+def test_wandb_gets_the_page_and_tensorboard_its_text_in_tags_that_it_shows(shown, monkeypatch):
     cli(["a", "--rows=0", "--output=a/report.html"])
-    page = (shown.cfg.output_dir + "/report.html")
-    text = open(page).read()
+    text = Path("a/report.html").read_text()
     pieces = [Piece("grey"), Piece("both", (1.0, 1.0), ([("b", 0.5)], [("b", 0.5)])),
               Piece("hard", (9.0, 1.0), ([("b", 0.5)], [("h", 0.5)])),
               Piece("soft", (1.0, 9.0), ([("s", 0.5)], [("b", 0.5)]))]
-    chunks = "".join(map(colored, pieces))
-    monkeypatch.setattr(media, "_page", lambda cfg: text.replace("</body>", chunks + "</body>"))
+    page = text.replace("</body>", "".join(map(colored, pieces)) + "</body>")
+    monkeypatch.setattr(media, "_page", lambda cfg: page)
     media.show_report(shown.cfg, shown.log, shown.monitor)
+    [sent] = shown.sent
+    assert sent["report"].html == page
     tag, text, step = shown.board.added
     assert (tag, step) == ("report", 3)
     assert set(re.findall(r"</?(\w+)", text)) <= BOARD_TAGS - {"img"}

@@ -16,6 +16,7 @@ import torch
 
 from isogloss.job.rendezvous import values_of_ranks
 from isogloss.job.watch import print_line
+from isogloss.once_in_a_while import tell
 
 ROOT = Path(__file__).parents[2]
 ROWS = 3  # held-out rows in colors
@@ -70,6 +71,7 @@ def _page(cfg):
         reason = _failure_of([*words, "--rows=0"])
     if reason:
         raise ChildProcessError(reason)
+    tell(f"report in {path}")
     return path.read_text(encoding="utf-8")
 
 
