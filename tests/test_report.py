@@ -111,8 +111,8 @@ def test_the_pieces_are_the_text_and_their_bits_those_of_the_models(models, text
 # --- in W&B and TensorBoard -----------------------------------------------------------------------
 
 # github.com/tensorflow/tensorboard 2.21, tensorboard/plugin_util.py: what its Text tab lets through
-BOARD_TAGS = set("ul ol li p pre code blockquote h1 h2 h3 h4 h5 h6 hr br strong em a img table thead "
-                 "tbody td tr th".split())
+BOARD_TAGS = set("ul ol li p pre code blockquote h1 h2 h3 h4 h5 h6 hr br strong em a img table "
+                 "thead tbody td tr th".split())
 
 
 class Board:

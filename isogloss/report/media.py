@@ -14,9 +14,9 @@ from pathlib import Path
 
 import torch
 
+from isogloss.flags.model_names import without_secrets
 from isogloss.job.rendezvous import values_of_ranks
 from isogloss.job.watch import print_line
-from isogloss.once_in_a_while import tell
 
 ROOT = Path(__file__).parents[2]
 ROWS = 3  # held-out rows in colors
@@ -27,7 +27,7 @@ CURVES = re.compile(r"<h2>Curves</h2>.*?</div>", re.S)
 def show_report(cfg, log, monitor):
     """Write report.html where a monitor can show it, and show it; all ranks take part.
 
-    The models are read again in a process of its own.  What fails there ends no run: it is a line.
+    The models are read again, by a process of its own.  What fails is a line, and ends no run.
 
     Args:
         log: Log, whose wandb run goes on; monitor: the engine's MonitorMaster.
@@ -44,43 +44,39 @@ def show_report(cfg, log, monitor):
 
 
 def _show(cfg, run, monitor):
-    sends = [its.log for its in (run, monitor.wandb_monitor) if its]
+    runs = list(filter(None, (run, monitor.wandb_monitor)))
     board = monitor.tb_monitor and monitor.tb_monitor.summary_writer
-    if not sends and not board:
-        return
-    page = _page(cfg)
+    page = _page(cfg) if runs or board else ""
     if board:
         body = page.partition("<body>")[2].partition("</body>")[0]
         board.add_text("report", CURVES.sub("", body), cfg.steps)
         board.flush()
-    for send in sends:
+    for its in runs:
         import wandb
 
-        send({"report": wandb.Html(page, inject=False)})
+        its.log({"report": wandb.Html(page, inject=False)})
 
 
 def _page(cfg):
     """Return the page, without rows where they fail: a teacher may be too large for one process."""
     torch.cuda.empty_cache()  # that process has the same GPU
     path = Path(cfg.output_dir) / "report.html"
-    words = [sys.executable, "-m", "isogloss.report", os.path.abspath(cfg.output_dir),
-             f"--output={path}"]
+    words = [sys.executable, "-m", "isogloss.report", cfg.output_dir, f"--output={path}"]
     reason = _failure_of([*words, f"--rows={ROWS}"])
     if reason:
         print_line(f"the report has no text in colors ({reason})")
         reason = _failure_of([*words, "--rows=0"])
     if reason:
         raise ChildProcessError(reason)
-    tell(f"report in {path}")
+    print(without_secrets(f"report in {path}"), file=sys.stderr, flush=True)
     return path.read_text(encoding="utf-8")
 
 
 def _failure_of(words):
     """Run a command; return why it failed, "": it has not."""
-    paths = filter(None, (str(ROOT), os.environ.get("PYTHONPATH")))
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths)}
+    paths = {"PYTHONPATH": f"{ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"}
     try:
-        ended = subprocess.run(words, env=environment, capture_output=True, text=True,
+        ended = subprocess.run(words, env=os.environ | paths, capture_output=True, text=True,
                                timeout=LIMIT)
     except subprocess.TimeoutExpired:
         return f"it took more than {LIMIT} s"
