@@ -170,9 +170,18 @@ def test_a_report_that_fails_is_a_line(shown, monkeypatch, capsys):
     media.show_report(shown.cfg, shown.log, shown.monitor)
     lines = capsys.readouterr().err.splitlines()
     assert len(lines) == 2 and not shown.sent
-    assert "the report has no text in colors (exit code 1" in lines[0]
-    assert "the monitors show no report (ChildProcessError: exit code 1" in lines[1]
+    assert "the report has no text in colors (" in lines[0] and "exit status 1" in lines[0]
+    assert "the monitors show no report (ChildProcessError: " in lines[1]
     assert "python -m isogloss.report a writes it" in lines[1]
+    # a teacher for which there is no memory
+    fake = Path("python").absolute()
+    fake.write_text("#!/bin/sh\nif [ $5 ]; then echo '<body>rest</body>' > a/report.html\n"
+                    "else echo no memory >&2; exit 1; fi\n")
+    fake.chmod(0o755)
+    monkeypatch.setattr(media.sys, "executable", str(fake))
+    media.show_report(shown.cfg, shown.log, shown.monitor)
+    assert "no text in colors (no memory)" in capsys.readouterr().err
+    assert shown.board.added[1] == "rest" and len(shown.sent) == 1
     # without a monitor, and with one that can show no text, nothing is written
     shown.cfg.wandb_project = ""
     shown.log.wandb = shown.monitor.tb_monitor = None
