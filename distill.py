@@ -13,7 +13,7 @@ flags of isogloss/config.py.  The step is `train_step`.  CPU ranks work as GPUs 
 import operator
 import sys
 import time
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from functools import partial, reduce
 from typing import NamedTuple
 
@@ -39,6 +39,7 @@ from isogloss.job.step_report import StepReport, gradient_norm_of
 from isogloss.job.transfers import Moment, Readback
 from isogloss.log import Log
 from isogloss.objective.objective import LossTerms, TeacherTerm, in_windows
+from isogloss.report.media import show_report
 from isogloss.student.engine import window_ends
 from isogloss.targets import step_targets, teacher_targets, weigh_by_confidence
 from isogloss.teachers.mixing import dynamic_scale
@@ -77,8 +78,10 @@ def train_student(cfg, roles, device):
         signals = watch.StopSignals()  # before data workers start, which inherit its handlers
         batches, held_out = build.read_batches(state, inputs, start, signals)
         with launch.fail_alone(DataError), launch.fail_alone(CannotSave, code=1):
-            train(state, batches, held_out, start, inputs.ds_config, signals)
-    once.write_results(state, inputs)
+            log = train(state, batches, held_out, start, inputs.ds_config, signals)
+    with closing(log):
+        once.write_results(state, inputs)
+        show_report(cfg, log, state.engine.monitor)
 
 
 def cli(argv=None):
@@ -96,6 +99,8 @@ def train(state, batches, held_out, start, ds_config, signals):
         batches: iterator over this rank's micro-batches, from `start` on.
         held_out: {source: iterable over its held-out batches}.
         signals: StopSignals.
+    Returns:
+        Log, which is to be closed.
     """
     cfg = state.cfg
     watch.current_watch().training = True
@@ -122,7 +127,8 @@ def train(state, batches, held_out, start, ds_config, signals):
     except WriterError as error:
         log.close()
         launch.fail(f"{error}; {once.describe_last_checkpoint(state)}", code=1)
-    log.close()
+    log.end_bar()
+    return log
 
 
 def take_steps(state, batches, held_out, start, *, log, signals, times_collectives):

@@ -176,12 +176,7 @@ class Log:
         self.path = folder / "metrics.jsonl"
         self.wandb = None
         self._start_files(cfg, start_step, ds_config)
-        self.bar = tqdm(
-            total=cfg.steps,
-            initial=start_step,
-            unit="step",
-            # In seconds: a log file gets fewer lines than a terminal.
-            mininterval=0.5 if sys.stderr.isatty() else 10)
+        self.bar = progress_bar(cfg.steps, start_step)
         self.monitor = monitor if monitor and monitor.enabled else None
 
     @noting_failure
@@ -303,14 +298,37 @@ class Log:
         self.bar.set_postfix(shown, refresh=False)
         self.bar.update()
 
+    def end_bar(self):
+        """Write what is pending and end the progress bar; other lines follow."""
+        if self.is_active:
+            self.flush()
+            self.bar.close()
+
     def close(self):
         """End the progress bar and the wandb run."""
-        if not self.is_active:
-            return
-        self.flush()
-        self.bar.close()
-        if self.wandb:
+        self.end_bar()
+        if self.is_active and self.wandb:
             self.wandb.finish()
+
+
+class PlainLines:
+    """Let tqdm write whole lines where no cursor moves back: in a file, in a notebook."""
+
+    def write(self, text):
+        if text.strip():
+            print(text.strip(), file=sys.stderr)
+
+    def flush(self):
+        sys.stderr.flush()
+
+
+def progress_bar(steps, start_step):
+    """Return a bar in a terminal, else a line every ten seconds."""
+    if sys.stderr.isatty():
+        return tqdm(total=steps, initial=start_step, unit="step", mininterval=0.5)
+    line = "{n_fmt}/{total_fmt} steps [{elapsed}<{remaining}, {rate_fmt}{postfix}]"
+    return tqdm(total=steps, initial=start_step, unit="step", mininterval=10, file=PlainLines(),
+                bar_format=line)
 
 
 def finite_or_none(value):

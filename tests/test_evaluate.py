@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 from types import SimpleNamespace
 
 import pytest
@@ -220,7 +221,11 @@ def test_a_run_says_what_it_does(models, texts, tmp_path):
             "--eval_every=1", f"--output_dir={output}", f"--export={output / 'student'}"]
     [(codes, said)] = ranks.run(1, run_and_listen, [*argv, "--steps=1"], [*argv, "--steps=2"])
     assert codes == [0, 0], said
-    lines = [line.rpartition("\r")[2] for line in said.splitlines()]
+    # as a file and a notebook have it: whole lines, of the bar too, in no color
+    assert "\r" not in said and "\x1b" not in said, said
+    lines = said.splitlines()
+    assert all(lines), said
+    assert any(re.fullmatch(r"2/2 steps \[.*, loss=.*, kd=.*, tok/s=.*\]", line) for line in lines)
     first, one, last = (f"{line['eval/student_bits_per_byte']:.4g}"
                         for line in map(json.loads, (output / "metrics.jsonl").open())
                         if "eval/kd" in line)

@@ -6,6 +6,7 @@ Neither is installed here: what their sources say of a loss stands below, with t
 import inspect
 import json
 import re
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -16,7 +17,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from conftest import ROOT
 from isogloss.cross_tokenizer import CrossTokenizerKD
 from isogloss.integrations import Distillation
-from isogloss.integrations.packed import distill_in_verl, slime_loss, unpacked
+from isogloss.integrations.packed import distilled_in_verl, slime_loss, unpacked
 
 # github.com/THUDM/slime 624b824a, slime/backends/megatron_utils/loss.py and data.py: called with
 # these by position; logits are (1, T, V) of all samples one after the other, and padding.
@@ -249,19 +250,112 @@ def verl_data(expected, rows=None):
                 input_ids=torch.nested.as_nested_tensor(expected.ids, layout=torch.jagged))
 
 
+class Chats(list):
+    """Stand for verl's MultiTurnSFTDataset of some messages."""
+
+    messages = property(list)
+    tools = None
+
+    def __getitem__(self, item):
+        return {"input_ids": item}
+
+
+class SFTTrainer:
+    """Do what verl's does in this order; a test sets the logits and the messages of its config."""
+
+    def __init__(self, config):
+        self.config = config
+        self.model_config = SimpleNamespace(tokenizer=config.tokenizer)
+        self._build_dataset()
+        self._build_engine()
+
+    def _build_dataset(self):
+        self.train_dataset, self.val_dataset = self.config.chats, None
+
+    def _build_engine(self):
+        self.training_client = Worker(self.config.logits)
+        self.training_client.set_loss_fn(None)
+
+
+def verl_config(tokenizer, logits, chats=(), max_length=201, **data):
+    return SimpleNamespace(tokenizer=tokenizer, logits=logits, chats=Chats(chats),
+                           data=DataConfig(max_length=max_length, **data))
+
+
+class DataConfig(dict):
+    """Stand for a DictConfig of omegaconf."""
+
+    __getattr__ = dict.__getitem__
+
+
+def verl_worker(tools, logits, **flags):
+    """Return the client of a trainer with a teacher."""
+    trainer_class = distilled_in_verl(SFTTrainer, tools.teacher, tools.tokenizers[1], **flags)
+    return trainer_class(verl_config(tools.tokenizers[0], logits)).training_client
+
+
 @pytest.mark.parametrize("name", ["train_batch", "infer_batch"])
 def test_verl_has_the_loss_of_texts(tools, expected, name):
     logits = padded(expected.packed)
-    worker = Worker(logits)
-    distill_in_verl(worker, distillation_of(tools, ce_weight=0.0, max_length=200))
+    worker = verl_worker(tools, logits, ce_weight=0.0)
     loss, metrics = getattr(worker, name)(data=verl_data(expected))
     assert metrics == {}
     check(loss, logits, expected, factor=2 / 50)
 
 
+def test_the_lines_of_the_page_distill_in_verl(chat_models, texts, monkeypatch):
+    """They are ten at most; the loss is that of the chats with their tools, as verl renders them.
+    """
+    page = (ROOT / "docs" / "trainers.md").read_text()
+    code = re.search(r"^## verl\n.*?^```python\n(.*?)^```", page, re.M | re.S)[1]
+    assert len([line for line in code.splitlines() if line.strip()]) <= 10
+    student, teacher = [AutoTokenizer.from_pretrained(folder) for folder in chat_models]
+    mark = "{{ mark if mark is defined else '' }}"
+    student.chat_template = teacher.chat_template = (
+        "{{ tools[0].function.name if tools }}{% for message in messages %}" + mark +
+        "{{ message.role + ':' + message.content + '\n' }}{% endfor %}")
+    monkeypatch.setattr(AutoTokenizer, "from_pretrained", lambda name: teacher)
+    chats = []
+    for text in texts[:3]:
+        chats.append([{"role": "user", "content": text[:20]},
+                      {"role": "assistant", "content": text[20:70]}])
+    module = SimpleNamespace(SFTTrainer=SFTTrainer, made=[])
+    for name in ("verl", "verl.trainer", "verl.trainer.sft_trainer"):
+        monkeypatch.setitem(sys.modules, name, SimpleNamespace(sft_trainer=module))
+    config = verl_config(student, None, chats, 40, apply_chat_template_kwargs={"mark": "-"})
+    tool = {"type": "function", "function": {"name": "add", "parameters": {}}}
+    tools = config.chats.tools = [None, [tool], None]
+    module.main = lambda: module.made.append(module.SFTTrainer(config))
+    exec(compile(code.replace("Qwen/Qwen3-8B", chat_models[1]), "page", "exec"),
+         {"__name__": "__main__"})
+    [trainer] = module.made
+    assert trainer.val_dataset is None and len(trainer.train_dataset) == 3
+    rows = [trainer.train_dataset[number]["rows"] for number in range(3)]
+    ids = []
+    for chat, given, row in zip(chats, tools, rows):
+        assert row == {"messages": chat, "tools": given}
+        text = student.apply_chat_template(chat, given, tokenize=False, mark="-")
+        assert text.startswith("add-" if given else "-")
+        ids.append(torch.tensor(student.encode(text, add_special_tokens=False)[:40]))
+    assert max(map(len, ids)) == 40  # a text is cut
+    logits = torch.randn(1, sum(map(len, ids)), len(student), requires_grad=True)
+    trainer.training_client.logits = logits
+    data = verl_data(SimpleNamespace(ids=ids), rows)
+    loss, _ = trainer.training_client.train_batch(data=data)
+    model = AutoModelForCausalLM.from_pretrained(chat_models[1])
+    distillation = Distillation(student, model, teacher, max_length=39,
+                                template_kwargs='{"mark": "-"}')
+    made = distillation.collate(rows)
+    width = made["labels"].shape[1]
+    wide = torch.stack([torch.nn.functional.pad(part, (0, 0, 0, width - len(part)))[:width]
+                        for part in logits[0].split(list(map(len, ids)))])
+    wanted, _ = distillation.loss(wide, made, (50, 50), 2)
+    assert float(loss.detach()) == pytest.approx(float(wanted.detach()), rel=1e-5)
+    assert wanted.item() > 0
+
+
 def test_verl_is_told_what_it_lacks(tools, expected):
-    worker = Worker(padded(expected.packed))
-    distill_in_verl(worker, distillation_of(tools))
+    worker = verl_worker(tools, padded(expected.packed))
     data = verl_data(expected, [{"text": text.upper()} for text in expected.rows])
     with pytest.raises(ValueError, match="row 0 of a batch: the trainer's token ids are not"):
         worker.train_batch(data)
@@ -269,3 +363,7 @@ def test_verl_is_told_what_it_lacks(tools, expected):
         worker.loss_fn(model_output={"log_probs": None}, data=data, dp_group=None)
     with pytest.raises(ValueError, match="only verl's engine fsdp"):
         worker.loss_fn(student_logits=worker.logits, data=data, data_format="thd")
+    config = verl_config(tools.tokenizers[0], None)
+    config.chats = [{"input_ids": 0}]
+    with pytest.raises(ValueError, match="custom_cls: its data set has no `messages`"):
+        distilled_in_verl(SFTTrainer, tools.teacher, tools.tokenizers[1])(config)

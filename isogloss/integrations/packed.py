@@ -9,15 +9,18 @@ vocabulary.
 Tests: tests/test_packed_trainers.py.
 """
 
+import json
 from functools import partial
 
 import torch
 from torch.nn import functional as F
+from torch.utils.data import Dataset
 
 from isogloss.data.batch_types import Example
 from isogloss.data.ends import stop_ids
 from isogloss.data.order import ExampleReader
 from isogloss.data.rollouts import Prompter, completed
+from isogloss.integrations import Distillation
 from isogloss.rollout import Completion
 
 
@@ -52,16 +55,53 @@ def unpacked(logits_TV, texts, batch, vocab):
     return torch.stack(rows)
 
 
-def distill_in_verl(client, distillation):
-    """Set the loss of verl's `TrainingWorker`, whose engine is fsdp, and ask for its logits.
+def distilled_in_verl(trainer_class, teacher, teacher_tokenizer=None, **flags):
+    """Return a subclass of `verl.trainer.sft_trainer.SFTTrainer`, whose engine is fsdp.
 
     Args:
-        client: `SFTTrainer.training_client`; `rows` of its batches are the rows of the data set.
-        distillation: `Distillation` of the student's tokenizer.
+        teacher, teacher_tokenizer, flags: see `Distillation`; max_length and template_kwargs are
+            those of verl's data unless given.
     """
-    client.set_loss_fn(partial(verl_loss, distillation))
-    for name in ("train_batch", "infer_batch"):
-        setattr(client, name, partial(_with_logits, getattr(client, name)))
+    class Distilled(trainer_class):
+        def _build_dataset(self):
+            super()._build_dataset()
+            self.train_dataset = _WithRows(self.train_dataset)
+            if self.val_dataset is not None:
+                self.val_dataset = _WithRows(self.val_dataset)
+
+        def _build_engine(self):
+            super()._build_engine()
+            data = self.config.data
+            told = json.dumps(dict(data.get("apply_chat_template_kwargs") or {}))
+            # whose last token is a label here
+            its_flags = {"max_length": data.max_length - 1, "template_kwargs": told} | flags
+            distillation = Distillation(
+                self.model_config.tokenizer, teacher, teacher_tokenizer, **its_flags)
+            client = self.training_client
+            client.set_loss_fn(partial(verl_loss, distillation))
+            for name in ("train_batch", "infer_batch"):
+                setattr(client, name, partial(_with_logits, getattr(client, name)))
+
+    return Distilled
+
+
+class _WithRows(Dataset):
+    """Add to what verl makes of a chat the chat itself, as `rows` of its batches."""
+
+    def __init__(self, chats):
+        if not hasattr(chats, "messages"):
+            raise ValueError("data.custom_cls: its data set has no `messages`; expected one like "
+                             "verl's MultiTurnSFTDataset")
+        self.chats = chats
+
+    def __len__(self):
+        return len(self.chats)
+
+    def __getitem__(self, item):
+        row = {"messages": self.chats.messages[item]}
+        if self.chats.tools is not None:
+            row["tools"] = self.chats.tools[item]
+        return self.chats[item] | {"rows": row}
 
 
 def _with_logits(run, data):

@@ -421,7 +421,7 @@ def print_line(text):
     # rank 0 draws the bar, on the terminal that others share
     is_first = int(os.environ.get("RANK", 0)) == 0
     is_below_bar = getattr(tqdm, "_instances", ()) if is_first else _current and _current.training
-    begin = "\n" if is_below_bar else ""
+    begin = "\n" if is_below_bar and sys.stderr.isatty() else ""
     print(f"{begin}{line_about(text)}", file=sys.stderr, flush=True)
 
 

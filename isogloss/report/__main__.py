@@ -29,6 +29,7 @@ from isogloss.plot import run_on_folders, short_names
 from isogloss.report.text import pieces_of
 
 FULL = 4.0  # bits of difference that have the full color
+STRONG = 2.0  # those that are bold or slanted where a page has no colors
 STYLE = """
 :root { color-scheme: light dark; --ink: #1b1b1b; --faint: #777; --line: #ddd; --page: #fff; }
 @media (prefers-color-scheme: dark) {
@@ -36,15 +37,15 @@ STYLE = """
 body { font: 16px/1.5 system-ui, sans-serif; color: var(--ink); background: var(--page);
   max-width: 70rem; margin: 0 auto; padding: 1rem; }
 h1 { font-size: 1.5rem; } h2 { font-size: 1.15rem; margin-top: 2.5rem; }
-.wide { overflow-x: auto; } table { border-collapse: collapse; }
+table { border-collapse: collapse; display: block; overflow-x: auto; }
 td, th { text-align: left; padding: .2rem .8rem .2rem 0; border-bottom: 1px solid var(--line);
   font-variant-numeric: tabular-nums; }
 .pictures { display: flex; flex-wrap: wrap; gap: .5rem; }
 img { width: min(100%, 22rem); background: #fff; border-radius: 6px; }
 .text { white-space: pre-wrap; overflow-wrap: anywhere; border-left: 3px solid var(--line);
   padding-left: .8rem; margin: 1rem 0; line-height: 1.9; }
-.text span { border-radius: 3px; padding: .1em 0; } .apart { color: var(--faint); }
-.text span[title]:hover { outline: 1px solid var(--ink); }
+.text a { border-radius: 3px; padding: .1em 0; } .apart { color: var(--faint); }
+.text a[title]:hover { outline: 1px solid var(--ink); } em, strong { font: inherit; }
 pre { white-space: pre-wrap; overflow-wrap: anywhere; font-size: .85rem; }
 .note { color: var(--faint); }
 """
@@ -90,7 +91,7 @@ def table(rows):
         kind = "td" if number else "th"
         cells = [f"<{kind}>{html.escape(str(cell))}</{kind}>" for cell in row]
         lines.append(f"<tr>{''.join(cells)}</tr>")
-    return f"<div class=wide><table>{''.join(lines)}</table></div>"
+    return f"<table>{''.join(lines)}</table>"
 
 
 def table_of_runs(runs):
@@ -130,8 +131,8 @@ def samples(folder):
         parts.append(f"<h3>step {step}</h3>")
         for record in records:
             if record["step"] == step:
-                parts.append(f"<div class=text><span class=apart>{html.escape(record['prompt'])}"
-                             f"</span>{html.escape(record['text'])}</div>")
+                parts.append(f"<p class=text><em class=apart>{html.escape(record['prompt'])}"
+                             f"</em>{html.escape(record['text'])}</p>")
     return "".join(parts)
 
 
@@ -162,13 +163,13 @@ def colored_text(folder, cfg, args):
     model = AutoModelForCausalLM.from_pretrained(student, dtype="auto").to(device).eval()
     data = load_data(cfg, distillation.student, {its.teacher: distillation.encoder})
     parts = ["<h2>Held-out text</h2><p>A chunk is text between two borders that both tokenizers "
-             "share. <span style='background:rgba(217,119,6,.5)'>Orange</span>: it surprises the "
-             "student more than the teacher; <span style='background:rgba(37,99,235,.4)'>blue"
-             "</span>: the teacher more. Gray is not compared. Point at a chunk to see what both "
-             "expected.</p>"]
+             "share. <a style='background:rgba(217,119,6,.5)'>Orange</a>, or bold: it surprises "
+             "the student more than the teacher; <a style='background:rgba(37,99,235,.4)'>blue"
+             "</a>, or slanted: the teacher more. Gray is not compared. Point at a chunk to see "
+             "what both expected.</p>"]
     for example in data.held_out(args.rows):
         pieces = pieces_of(distillation, model, example)
-        parts.append(f"<div class=text>{''.join(map(span, pieces))}</div>")
+        parts.append(f"<p class=text>{''.join(map(colored, pieces))}</p>")
     return "".join(parts)
 
 
@@ -183,20 +184,23 @@ def exported(folder, cfg, student):
     return None
 
 
-def span(piece):
+def colored(piece):
+    """Return a chunk in tags that TensorBoard knows, too, which drops styles."""
     text = html.escape(piece.text)
     if piece.bits is None:
-        return f"<span class=apart>{text}</span>"
+        return f"<a class=apart>{text}</a>"
     difference = piece.bits[0] - piece.bits[1]
     strength = min(abs(difference) / FULL, 1)
-    color = "217,119,6" if difference > 0 else "37,99,235"
+    color, tag = ("217,119,6", "strong") if difference > 0 else ("37,99,235", "em")
+    if abs(difference) >= STRONG:
+        text = f"<{tag}>{text}</{tag}>"
     lines = []
     for role, bits, guesses in zip(("student", "teacher"), piece.bits, piece.guesses):
         likely = ", ".join(f"{guess!r} {probability:.0%}" for guess, probability in guesses)
         lines.append(f"{role}: {bits:.2f} bits; expected {likely}")
     hover = html.escape("\n".join(lines)).replace("\n", "&#10;")
-    return (f'<span style="background:rgba({color},{0.6 * strength:.2f})" '
-            f'title="{hover}">{text}</span>')
+    return (f'<a style="background:rgba({color},{0.6 * strength:.2f})" '
+            f'title="{hover}">{text}</a>')
 
 
 def cli(argv=None):
