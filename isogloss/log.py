@@ -189,8 +189,11 @@ class Log:
                 write_atomically(path, "".join(lines))
                 if path == self.path and lines:
                     self._note_first(**json.loads(lines[0]))
-        # Every resume adds a record of its own, under its step.
+        # Every resume adds a record of its own, under its step; what came later is gone.
         record_name = f"run_{start_step:07d}.json" if start_step else "run.json"
+        for path in folder.glob("run_*.json"):
+            if path.name > record_name:
+                path.unlink()
         write_atomically(folder / record_name, run_record(cfg, start_step, ds_config))
         if cfg.wandb_project:
             self.wandb = _start_wandb(cfg, folder, start_step)

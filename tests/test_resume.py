@@ -1,6 +1,7 @@
 """What may change when a run resumes and what may not; checkpoints in other layouts."""
 
 import json
+from dataclasses import replace
 from typing import NamedTuple
 
 import pytest
@@ -12,10 +13,11 @@ from isogloss import distill
 from isogloss.checkpoints import checkpoint
 from isogloss.checkpoints.checkpoint import find_checkpoint
 from isogloss.checkpoints.convert import check_convertible
+from isogloss.checkpoints.model_card import read_record
 from isogloss.checkpoints.run_identity import expected_identity, run_identity
 from isogloss.config import Config
 from isogloss.inputs import check_start
-from isogloss.log import LOGS, check_logs, lines_until
+from isogloss.log import LOGS, Log, check_logs, lines_until
 from jobs import check_same_curve, ds_config, losses_of, run_all, run_distill, write_corpus
 
 # --- what may change ------------------------------------------------------------------------------
@@ -274,3 +276,17 @@ def test_states_that_would_be_lost_are_refused():
     # every rank of stage 0 loads the same file, whatever is in it
     assert refusal(0, 0, optimizer={"type": "SGD"}) == ""
     assert refusal(0, 0, optimizer=fused, bf16=bf16) == ""
+
+
+def test_the_record_of_a_run_is_of_its_last_start(tmp_path, monkeypatch):
+    """Records of what came after the checkpoint of a start are gone, as its metrics are."""
+    monkeypatch.setattr(dist, "get_rank", lambda: 0)
+    monkeypatch.setattr(dist, "get_world_size", lambda: 1)
+    cfg = Config(student="s", teacher="t", data="d", output_dir=str(tmp_path),
+                 ds_config=ds_config(tmp_path / "ds.json", 0, 1, 1))
+    kept = [["run.json"], ["run.json", "run_0000003.json"], ["run.json", "run_0000002.json"],
+            ["run.json"]]
+    for steps, start, names in zip((4, 6, 8, 9), (0, 3, 2, 0), kept):
+        Log(replace(cfg, steps=steps), start, {})
+        assert sorted(path.name for path in tmp_path.glob("run*.json")) == names
+        assert read_record(tmp_path)[1].steps == steps

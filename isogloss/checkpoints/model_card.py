@@ -57,16 +57,14 @@ CITATION = """\
 
 
 def read_record(folder):
-    """Return (run.json as a dict, Config) of a run.
+    """Return (record as a dict, Config) of a run: of the last time that it was started.
 
-    A run that began with the checkpoint of another one has run_NNNNNNN.json alone, of its start.
+    The record is run.json, or of a start from a checkpoint run_NNNNNNN.json.
 
     Raises:
         ValueError: there is no such file, or it is another program's.
     """
-    path = Path(folder) / "run.json"
-    if not path.exists():
-        path = max(Path(folder).glob("run_*.json"), default=path)
+    path = max(Path(folder).glob("run_*.json"), default=Path(folder) / "run.json")
     try:
         record = json.loads(path.read_text(encoding="utf-8"))
         values = record["config"]
