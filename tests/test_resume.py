@@ -282,7 +282,9 @@ def test_the_record_of_a_run_is_of_its_last_start(tmp_path, monkeypatch):
     """Records of what came after the checkpoint of a start are gone, as its metrics are."""
     monkeypatch.setattr(dist, "get_rank", lambda: 0)
     monkeypatch.setattr(dist, "get_world_size", lambda: 1)
-    cfg = Config(student="s", teacher="t", data="d", output_dir=str(tmp_path),
+    model = str(tmp_path)
+    (tmp_path / "config.json").write_text("{}")
+    cfg = Config(student=model, teacher=model, data="d", output_dir=str(tmp_path),
                  ds_config=ds_config(tmp_path / "ds.json", 0, 1, 1))
     kept = [["run.json"], ["run.json", "run_0000003.json"], ["run.json", "run_0000002.json"],
             ["run.json"]]
