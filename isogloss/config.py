@@ -416,7 +416,8 @@ class TeacherFlags:
         "event. Not for gold, h_kl and uld. A served teacher gives no more than topk.",
         choices=("hidden", "logits", "topk"), key="teacher_output")
     teacher_output_topk: int = flag(
-        256, "tokens of teacher_output topk.", low=1, high=2**20, key="teacher_output_topk")
+        256, "tokens of teacher_output topk. 0: the text's own alone, which a server with echo "
+        "gives; for alm.", low=0, high=2**20, key="teacher_output_topk")
 
 
 @dataclass(kw_only=True)
@@ -696,17 +697,18 @@ class Config(ModelFlags, DataFlags, LossFlags, OnPolicyFlags,
             return 1.0, False
         return self.temperature, spec.reads_draws(self)
 
-    def check_truncated(self, what):
-        """Raise a ValueError where the loss needs all tokens of a teacher of which some are kept.
+    def check_truncated(self, what, ways=("softened", "plain", "text")):
+        """Raise a ValueError where the loss needs more of a teacher than the tokens that are kept.
 
         Args:
             what: truncates, for the message.
+            ways: `LossSpec.truncated` of the losses for which they are enough.
         """
+        fitting = [name for name, spec in loss_table().items() if spec.truncated in ways]
         # with --teachers each entry is checked
-        if self.kd_weight and not self.teachers and not loss_table()[self.loss].truncated:
-            others = [name for name, spec in loss_table().items() if spec.truncated]
-            raise ValueError(f"{what} with --loss {self.loss}: this loss reads all tokens of the "
-                             f"teacher; keep hidden states, or use one of {', '.join(others)}")
+        if self.kd_weight and not self.teachers and self.loss not in fitting:
+            raise ValueError(f"{what} with --loss {self.loss}: this loss reads other tokens of the "
+                             f"teacher, too; keep hidden states, or use one of {', '.join(fitting)}")
 
     def _check_teachers(self):
         kind = self.teacher_kind

@@ -35,7 +35,7 @@ def likely_of(logits, labels, top_k):
 
 
 @pytest.mark.parametrize(("top_k", "vocab", "model_vocab"), [
-    (3, 11, 11), (11, 11, 11), (20, 11, 14), (14, 11, 14), (12, 11, 14)])
+    (0, 11, 14), (3, 11, 11), (11, 11, 11), (20, 11, 14), (14, 11, 14), (12, 11, 14)])
 def test_a_row_holds_the_likely_tokens_the_label_and_the_rest(top_k, vocab, model_vocab):
     generator = torch.Generator().manual_seed(top_k)
     logits = 3 * torch.randn(7, model_vocab, generator=generator)
@@ -55,9 +55,10 @@ def test_a_row_holds_the_likely_tokens_the_label_and_the_rest(top_k, vocab, mode
     torch.testing.assert_close(rows.double(), expected, rtol=2e-6, atol=3e-7)
     of_label = p.gather(1, labels[:, None]).squeeze(1).log()
     torch.testing.assert_close(scored.scores.logp_T.double(), of_label, rtol=2e-6, atol=2e-6)
-    torch.testing.assert_close(scored.scores.max_logp_T.double(), p.max(1).values.log(), rtol=2e-6,
-                               atol=2e-6)
-    assert torch.equal(scored.scores.correct_T, (p.argmax(1) == labels).float())
+    if top_k:
+        torch.testing.assert_close(scored.scores.max_logp_T.double(), p.max(1).values.log(),
+                                   rtol=2e-6, atol=2e-6)
+        assert torch.equal(scored.scores.correct_T, (p.argmax(1) == labels).float())
     entropy = -(expected * expected.clamp(min=1e-30).log()).sum(1)
     torch.testing.assert_close(scored.scores.entropy_T.double(), entropy, rtol=1e-5, atol=1e-5)
     assert scored.logits.ids_TK.shape == (7, min(top_k, vocab) + 1)
@@ -142,13 +143,17 @@ def test_a_job_with_a_server_is_one_with_the_same_teacher_here(models, texts, tm
               "--on_policy=0.5", "--rollout_tokens=8", "--prompt_tokens=8", "--rollout_every=2"]
     first, second = (StandIn(models[1], masks_padding=True) for _ in range(2))
     first.faults = [None, (503, "busy"), "half", None, (500, "crash")]
-    with first.running(), second.running():
+    hosted = StandIn(models[1], owner="somebody", masks_padding=True)  # which has echo alone
+    with first.running(), second.running(), hosted.running():
         commands = [[*common, *from_model(models), f"--output_dir={tmp_path / 'live'}"]]
+        for name, teacher in (("whole", [f"--teacher={models[1]}"]),
+                              ("echo", from_server(hosted, models, 0))):
+            commands.append([*common, *teacher, "--loss=alm", f"--output_dir={tmp_path / name}"])
         for server, more in ((first, "--save_every=2"), (second, "--steps=6")):
             commands.append([*common, *from_server(server, models), more,
                              f"--output_dir={tmp_path / 'served'}"])
         for codes, message in ranks.run(2, run_with_key, *commands):
-            assert codes == [0, 0, 0] and KEY not in message, message
+            assert codes == [0] * 5 and KEY not in message, message
     assert not first.faults and second.requests
     for _, headers, _ in first.requests + second.requests:
         assert headers["Authorization"] == f"Bearer {KEY}"
@@ -158,6 +163,13 @@ def test_a_job_with_a_server_is_one_with_the_same_teacher_here(models, texts, tm
     ours = jobs.losses_of(tmp_path / "served", -1)
     check_same([line for line in ours if line["step"] <= 4], jobs.losses_of(tmp_path / "live", -1))
     assert ours[-1]["step"] == 6
+    echo, whole = [jobs.losses_of(tmp_path / name, -1) for name in ("echo", "whole")]
+    assert all(line["eval/teacher_accuracy"] is None for line in echo if "eval/kd" in line)
+    for line in echo + whole:
+        for name in ("eval/teacher_accuracy", "eval/teacher_entropy", "eval/top1_agreement",
+                     "teacher_output_bytes"):
+            line.pop(name, None)
+    check_same(echo, whole)
 
 
 def run_ahead(argv):
@@ -219,6 +231,7 @@ def test_what_does_not_fit_ends_with_one_line(models, untied, texts, tmp_path):
     few = StandIn(models[1], max_logprobs=20)
     short = StandIn(models[1], context=100)
     other = StandIn(untied)  # a smaller vocabulary
+    hosted = StandIn(models[1], owner="somebody", context=None)
     cases = [
         ({}, "nothing is wrong"),
         ({"teacher_max_length": 256}, "nothing is wrong"),
@@ -234,10 +247,18 @@ def test_what_does_not_fit_ends_with_one_line(models, untied, texts, tmp_path):
          "nothing is wrong"),
         ({"teacher_tokenizer": ""}, "name the directory or hub id of its tokenizer"),
         ({"teacher": str(models[1])}, "is for the address of a server as --teacher"),
-        ({"loss": "gold"}, "256 most likely tokens alone with --loss gold: this loss reads all"),
+        ({"loss": "gold"}, "256 most likely tokens alone with --loss gold: this loss reads oth"),
         ({"loss": "reverse_kl"}, "between two tokenizers"),
         ({"teacher_output": "logits"}, "leave out --teacher_output logits"),
         ({"teacher_weights": "entropy"}, "its entropy is not known"),
+        ({"teacher_output_topk": 0}, "gives the text's own tokens alone with --loss piece_kl"),
+        ({"teacher_output_topk": 0, "loss": "alm", "teacher_weights": "max_prob"},
+         "its max_prob is not known"),
+        ({"teacher_output_topk": 0, "loss": "alm"}, "nothing is wrong"),
+        ({"teacher_output_topk": 0, "loss": "alm", "teacher": str(models[1]),
+          "teacher_tokenizer": "", "teacher_output": "topk"}, "is for the address of a server"),
+        ({"teacher": hosted}, "HTTP 400 unknown field prompt_logprobs"),
+        ({"teacher": hosted, "teacher_output_topk": 0, "loss": "alm"}, "nothing is wrong"),
         ({"temperature": 2.0}, "mass at temperature 1"),
         ({"temperature": 2.0, "loss": "alm"}, "nothing is wrong"),
         ({"teacher_tp": 2}, "which is for a model that this job loads"),
@@ -250,7 +271,7 @@ def test_what_does_not_fit_ends_with_one_line(models, untied, texts, tmp_path):
                  max_length=250, output_dir=str(tmp_path / "run"),
                  teacher_tokenizer=str(models[1]),
                  ds_config=jobs.ds_config(tmp_path / "ds.json", 0, 1, 1))
-    with good.running(), few.running(), short.running(), other.running():
+    with (good.running(), few.running(), short.running(), other.running(), hosted.running()):
         flags["teacher"] = good.url
         for changes, _ in cases:
             changes |= {key: value.url for key, value in changes.items() if key == "teacher"

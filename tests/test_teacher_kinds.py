@@ -107,6 +107,18 @@ def test_same_loss_and_gradient_of_texts_that_the_limit_cuts(models, texts, tmp_
                           tolerance=1e-6)
 
 
+def test_an_api_with_echo_teaches_alm_as_the_whole_teacher_does(models, texts, tmp_path):
+    flags = steps.flags_for(models, texts, tmp_path)
+    samples = steps.uneven_samples(texts)
+    expected = steps.references_of(flags, ["alm"], samples)
+    hosted = StandIn(models[1], owner="somebody", masks_padding=True)
+    with hosted.running():
+        layouts = [steps.Layout(0, 4, 2, served(hosted.url, models[1], 0) | {"loss": "alm"})]
+        cases = [steps.Case("alm"), steps.Case("alm", packed=True)]
+        steps.check_steps(expected, 1, flags, samples, layouts, cases)
+    assert all("prompt_logprobs" not in (body or {}) for _, _, body in hosted.requests)
+
+
 @pytest.mark.slow
 def test_other_kinds_and_live_teachers_mix(models, texts, caches, servers, tmp_path):
     live = {"model": str(models[1]), "name": "live", "loss": "alm"}

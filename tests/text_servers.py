@@ -1,4 +1,4 @@
-"""A small server that answers as vLLM or SGLang do, with a model of transformers and faults."""
+"""A small server that answers as vLLM, SGLang or an API with echo, by a real model; and faults."""
 
 import contextlib
 import json
@@ -46,7 +46,8 @@ class StandIn:
 
     Attributes:
         url: its address.
-        owner: "vllm" or "sglang", whose answers it copies.
+        owner: "vllm" or "sglang", whose answers it copies; else it says of a text, by echo, the
+            log-probabilities of its own tokens and no more.
         max_logprobs, context: as the flags of vLLM.
         faults: what goes wrong with the next scoring requests: (status, text), "half", "hang",
             "drip", which sends a byte now and then, "endless", bytes that are the answer, or
@@ -119,9 +120,11 @@ class StandIn:
         if fault == "hang":
             self.closed.wait(60)
             return 200, b"{}", 0
-        asked = body.get("prompt_logprobs") or body.get("top_logprobs_num")
+        asked = body.get("prompt_logprobs") or body.get("top_logprobs_num") or 0
         texts = body.get("prompt") or body.get("input_ids")
         status, error = fault if isinstance(fault, tuple) else (400, self.refusal(texts, asked))
+        if self.owner not in ("vllm", "sglang") and "prompt_logprobs" in body:
+            error = "unknown field prompt_logprobs"
         if error:
             return status, json.dumps({"error": {"message": error, "code": status}}).encode(), 0
         answers = [self.answer(number, ids, asked) for number, ids in enumerate(texts)]
@@ -139,7 +142,7 @@ class StandIn:
                     f"{self.max_logprobs}")
         if max(map(max, texts)) >= self.model.config.vocab_size:
             return f"Token id {max(map(max, texts))} is out of vocabulary"
-        if max(map(len, texts)) + 1 > self.context:
+        if self.context and max(map(len, texts)) + 1 > self.context:
             return f"This model's maximum context length is {self.context} tokens"
         return None
 
@@ -157,7 +160,13 @@ class StandIn:
                 own.append([logp[t, label].item(), label, None])
                 pairs = zip(top.values[t].tolist(), top.indices[t].tolist())
                 tops.append([[value, token, None] for value, token in pairs])
-            return {"meta_info": {"input_token_logprobs": own, "input_top_logprobs": tops}}
+            meta = {"input_token_logprobs": own}
+            return {"meta_info": meta | ({"input_top_logprobs": tops} if asked else {})}
+        if self.owner != "vllm":  # the token that was written behind the text comes last
+            of_text = [logp[t, label].item() for t, label in enumerate(ids[1:])]
+            return {"index": index, "logprobs": {
+                "tokens": [self.tokenizer.decode([token]) for token in [*ids, 0]],
+                "token_logprobs": [None, *of_text, -0.5]}}
         positions = [None]
         for t, label in enumerate(ids[1:]):
             entries = {}

@@ -271,5 +271,6 @@ def metrics_of(sums, setups):
     """
     metrics = []
     for teacher, pair, setup in zip(sums.teachers, sums.pairs, setups):
-        metrics.append(teacher.metrics("teacher") | pair.metrics(setup.loss))
+        of_pair = teacher.metrics("teacher") | pair.metrics(setup.loss)
+        metrics.append(of_pair | dict.fromkeys(setup.spec.unknown_metrics))
     return sums.student.metrics("student"), metrics

@@ -313,8 +313,8 @@ class LossSpec:
         needs: what it works on: "spellings", "projection" or "chunks".
         flags: flags of config.py that it reads; they may differ for each of several teachers.
         columns: it compares only the `--projection_topk` most important teacher columns.
-        truncated: how it reads truncated rows: "softened" by --temperature, "plain", or "": it is
-            not defined on them.
+        truncated: how it reads truncated rows: "softened" by --temperature, "plain", "text": of a
+            row the probability of the text's own token alone, or "": it is not defined on them.
         linear_unless: a flag; where it is not set, the gradient is linear in the teacher's
             probabilities, so that estimates of these without bias will do. "": it never is.
         live_copies: how often the logits of a sub-tile are in a GPU's memory at the peak of the
@@ -373,7 +373,7 @@ LOSSES: dict[str, LossSpec] = {
     "uld": per_chunk(losses.uld, live_copies=5.2),
     "hybrid_uld": LossSpec(
         build_hybrid_uld, "projection", ("temperature", "projection", "matched_weight")),
-    "alm": per_chunk(losses.alm, "plain", live_copies=2.2, mode="alm_mode"),
+    "alm": per_chunk(losses.alm, "text", live_copies=2.2, mode="alm_mode"),
     "forward_kl": divergence_loss(losses.forward_kl, 6.3),
     "reverse_kl": divergence_loss(losses.reverse_kl, 6.7),
     "generalized_jsd": divergence_loss(losses.generalized_jsd, 7.4, beta="jsd_beta"),

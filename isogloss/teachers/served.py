@@ -111,7 +111,8 @@ def scored_text(likely, labels_N, top_k, vocab, model_vocab):
     Args:
         likely: text_server.Likely, in which each label occurs.
         labels_N: (N,) int64, the token that each position predicts.
-        top_k: most likely tokens that the server was asked for, or that its model has.
+        top_k: most likely tokens that the server was asked for, or that its model has.  0: of all
+            but the label's probability the scores say nothing.
         vocab: tokens of the tokenizer: others, by which an lm_head is padded, never come.
         model_vocab: tokens of the model.
     Raises:
@@ -145,16 +146,16 @@ def scored_text(likely, labels_N, top_k, vocab, model_vocab):
     beside = ((top_ids == labels_N[:, None]) & ~is_short).any(1)
     events = np.concatenate([np.where(is_short, -np.inf, top_logp),
                              np.where(beside, -np.inf, label_logp)[:, None]], 1)
-    rest = rest_of(events, top_logp[:, -1], model_vocab - asked)
+    rest = rest_of(events, top_logp[:, -1:].min(1, initial=np.inf), model_vocab - asked)
     events = np.concatenate([events, rest[:, None]], 1)
     mass = np.exp(events)
+    kept_ids = np.concatenate([top_ids, labels_N[:, None]], 1)
+    kept_logp = np.concatenate([top_logp, label_logp[:, None]], 1)
     scores = TextScores(
         logp_T=as_float(label_logp), entropy_T=as_float(-(mass * events.clip(FLOOR)).sum(1)),
-        max_logp_T=as_float(top_logp[:, 0]), correct_T=as_float(top_ids[:, 0] == labels_N))
-    rows = TopKLogits(
-        torch.from_numpy(np.concatenate([top_ids, labels_N[:, None]], 1)).int(),
-        as_float(np.concatenate([top_logp, label_logp[:, None]], 1)), vocab, as_float(rest),
-        torch.zeros(len(labels_N)))  # of logits whose scale is not known
+        max_logp_T=as_float(kept_logp[:, 0]), correct_T=as_float(kept_ids[:, 0] == labels_N))
+    rows = TopKLogits(torch.from_numpy(kept_ids).int(), as_float(kept_logp), vocab, as_float(rest),
+                      torch.zeros(len(labels_N)))  # of logits whose scale is not known
     return ScoredLogits(rows, scores)
 
 
@@ -178,7 +179,7 @@ def rest_of(events_NM, least_N, num_others):
     others is more likely than the least of the most likely tokens.
 
     Args:
-        least_N: log-probability of that one.
+        least_N: log-probability of that one; inf: no most likely one is known.
         num_others: tokens that no event is.
     Raises:
         ValueError: the events have no probabilities.
@@ -205,7 +206,7 @@ class ServedSpec(TeacherSpec):
     """Describe a server, whose address is the path.
 
     Attributes:
-        output_topk: tokens that it names of each position.
+        output_topk: tokens that it names of each position; 0: the text's own alone.
         tokenizer: hub id or directory of the model's tokenizer and config.
         timeout, connections: see `text_server.TextServer` and `Requests`.
         sequence_parallel_size: neighboring ranks that hold shards of the same texts.
@@ -223,6 +224,11 @@ class ServedSpec(TeacherSpec):
     only_output: ClassVar[str] = "topk"
     asks_ahead = True
 
+    @property
+    def unknown_metrics(self):
+        names = "teacher_accuracy", "teacher_entropy", "top1_agreement"
+        return () if self.output_topk else names
+
     @classmethod
     def takes(cls, cfg):
         return is_address(cfg.teacher)
@@ -234,12 +240,18 @@ class ServedSpec(TeacherSpec):
         super().check(cfg)
         refuse(cfg, where, {"teacher_cache": "which takes its place"})
         gives = f"{where} gives the {cfg.teacher_output_topk} most likely tokens alone"
+        unknown = ["entropy"]
+        ways = "softened", "plain", "text"
+        if not cfg.teacher_output_topk:
+            gives = f"{where} with --teacher_output_topk 0 gives the text's own tokens alone"
+            unknown += ["max_prob", "mean_p", "mean_logits"]
+            ways = ("text",)
         if cfg.teacher_output == "logits":
             raise ValueError(f"{gives}; leave out --teacher_output logits")
-        cfg.check_truncated(gives)
-        if cfg.teacher_weights == "entropy":
-            raise ValueError(f"{gives}, so its entropy is not known; use another --teacher_weights "
-                             "than entropy, such as ce")
+        cfg.check_truncated(gives, ways)
+        if cfg.teacher_weights in unknown:
+            raise ValueError(f"{gives}, so its {cfg.teacher_weights} is not known; use another "
+                             f"--teacher_weights than {cfg.teacher_weights}, such as ce")
         if cfg.softens_truncated:
             raise ValueError(f"{gives}, and of all others their mass at temperature 1; leave out "
                              f"--temperature {cfg.temperature}")
@@ -330,7 +342,7 @@ class ServedTeacher(TeacherSource):
         """Return Futures of lists of ScoredLogits, in the order of the texts."""
         top_k = min(self.spec.output_topk, self.model_vocab)
         futures = []
-        for group in groups_of(texts, MOST_ENTRIES // top_k):
+        for group in groups_of(texts, MOST_ENTRIES // max(top_k, 1)):
             futures.append(self.requests.submit(self._score, group, top_k))
         return futures
 

@@ -1,12 +1,12 @@
 """Ask a server over HTTP what its model says of texts: token ids in, likely tokens out.
 
-Two servers can say it of the tokens of a prompt, each in its way:
+Servers say it of the tokens of a prompt, each in its way:
 
     vLLM    POST /v1/completions, whose extension `prompt_logprobs` takes the number of tokens
     SGLang  POST /generate with `return_logprob`; its /v1/completions answers without token ids
+    others  as vLLM; of the text's own tokens alone by `echo`, as hosted APIs say it
 
-`/v1/models` tells them apart by `owned_by`, and says how long a prompt may be.  Any other server
-that speaks as vLLM does will do.  An error that may pass (no connection, half an answer, a status
+`/v1/models` tells them apart by `owned_by`, and says how long a prompt may be.  An error that may pass (no connection, half an answer, a status
 from 500 on) is tried again, with pauses that double, until the time-out.
 
 Nothing that a server sends is believed: an answer has a time and a size, and every field of it a
@@ -161,7 +161,8 @@ class TextServer:
 
         Args:
             texts: lists of token ids, of two or more.
-            top_k: most likely tokens of each position; the text's own come beside them.
+            top_k: most likely tokens of each position; the text's own come beside them.  0: these
+                alone.
         Raises:
             DataError: the time is over, or the answer is not what was asked for.
         """
@@ -173,14 +174,15 @@ class TextServer:
             answers = self._ask("POST", "/generate", body, most_bytes, expected=list)
             read = of_sglang
         else:
-            body = {"model": model.name, "prompt": texts, "max_tokens": 1, "temperature": 0,
-                    "prompt_logprobs": top_k}
+            body = {"model": model.name, "prompt": texts, "max_tokens": 1, "temperature": 0}
+            has_ids = top_k or model.owner == "vllm"
+            body |= {"prompt_logprobs": top_k} if has_ids else {"echo": True, "logprobs": 1}
             answers = self._ask("POST", "/v1/completions", body, most_bytes).get("choices")
-            read = of_vllm
+            read = of_vllm if has_ids else of_echo
         try:
             if len(answers) != len(texts):
                 raise ValueError(f"{len(answers)} answers to {len(texts)} texts")
-            if read is of_vllm:
+            if read is not of_sglang:
                 answers = sorted(answers, key=lambda answer: answer["index"])
                 if [answer["index"] for answer in answers] != list(range(len(texts))):
                     raise ValueError("its choices have other indices than the texts")
@@ -190,7 +192,7 @@ class TextServer:
                              "there") from None
         except (KeyError, TypeError, AttributeError, IndexError):
             raise self.error("its answer has no log-probabilities of the prompt; expected vLLM "
-                             "(with prompt_logprobs) or SGLang") from None
+                             "(with prompt_logprobs), SGLang or an API with echo") from None
 
     def error(self, what):
         """Return a DataError of one line, without the key."""
@@ -334,7 +336,7 @@ def of_sglang(answer, ids):
     """
     meta = answer["meta_info"]
     labels = _about(meta["input_token_logprobs"], ids)
-    tops = _about(meta["input_top_logprobs"], ids)
+    tops = _about(meta.get("input_top_logprobs", [()] * len(ids)), ids)  # none were asked for
     entries = []
     counts = []
     for label, top, expected in zip(labels, tops, ids[1:]):
@@ -344,6 +346,22 @@ def of_sglang(answer, ids):
         counts.append(1 + len(others))
     return _likely([entry[1] for entry in entries], [entry[0] for entry in entries],
                    np.array(counts, np.int64), [label[2] for label in labels])
+
+
+def of_echo(choice, ids):
+    """Return the Likely, of the text's own tokens alone, of a choice that repeats the prompt.
+
+    Its `logprobs` have `tokens`, spelled, and `token_logprobs`, null for the first one: those of
+    the prompt, and mostly of the token that was written behind it.
+
+    Raises:
+        ValueError: it is about another text.
+    """
+    is_longer = len(choice["logprobs"]["token_logprobs"]) > len(ids)
+    end = -1 if is_longer else None
+    logp = _about(choice["logprobs"]["token_logprobs"][:end], ids)
+    spelled = _about(choice["logprobs"]["tokens"][:end], ids)
+    return _likely(ids[1:], logp, np.ones(len(logp), np.int64), spelled)
 
 
 def _likely(token_ids, logp, counts_N, spelled):
