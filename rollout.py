@@ -291,8 +291,8 @@ def _largest_error(
 # --- one batch ------------------------------------------------------------------------------------
 
 MOST_SORTED = 1024  # tokens that are sorted for top_p; all are where these have too little mass
-# Places after which the host looks again which rows go on, where each look is a wait for the device;
-# rows that have ended go on as long.  Not tuned.
+# Places after which the host looks again which rows go on, where it waits for the device to look;
+# rows that have ended go on so long.  Not tuned.
 PLACES_BETWEEN_LOOKS = {"cuda": 8}
 
 

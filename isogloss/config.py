@@ -572,7 +572,6 @@ class Config(ModelFlags, DataFlags, LossFlags, OnPolicyFlags,
         check_flags(self)
         check_together(self)
         check_date(self.chat_date)
-        check_quantization(self.quantize)
         template_kwargs(self)
         self._check_values()
         self._check_loss()
@@ -587,6 +586,9 @@ class Config(ModelFlags, DataFlags, LossFlags, OnPolicyFlags,
         return self.sequence_parallel * self.pipeline_parallel
 
     def _check_values(self):
+        if self.quantize and importlib.util.find_spec("bitsandbytes") is None:
+            raise ValueError(f"--quantize {self.quantize}: needs bitsandbytes, which is not "
+                             "installed; pip install bitsandbytes==0.50.2")
         if self.matched_weight != AUTO_WEIGHT and not 0 <= self.matched_weight <= 1:
             raise ValueError(f"--matched_weight {self.matched_weight}: expected 0 to 1, or "
                              f"{AUTO_WEIGHT:g} for the common fraction of the teacher's vocabulary")
@@ -680,6 +682,12 @@ class Config(ModelFlags, DataFlags, LossFlags, OnPolicyFlags,
         """Whether the loss softens rows that keep some tokens alone."""
         return self.temperature != 1 and loss_table()[self.loss].truncated == "softened"
 
+    @property
+    def follows_student(self):
+        """Whether the loss compares what the student finds most likely."""
+        return (self.loss_topk > 0 and self.loss_topk_of == "student"
+                and "loss_topk" in loss_table()[self.loss].flags)
+
     def reading_of_rest(self, student, encoder):
         """Return how the loss reads truncated rows: (temperature of the rest, does it read draws?).
 
@@ -697,7 +705,7 @@ class Config(ModelFlags, DataFlags, LossFlags, OnPolicyFlags,
             return 1.0, False
         return self.temperature, spec.reads_draws(self)
 
-    def check_truncated(self, what, ways=("softened", "plain", "text")):
+    def check_truncated(self, what, ways=("softened", "text")):
         """Raise a ValueError where the loss needs more of a teacher than the tokens that are kept.
 
         Args:
@@ -707,8 +715,8 @@ class Config(ModelFlags, DataFlags, LossFlags, OnPolicyFlags,
         fitting = [name for name, spec in loss_table().items() if spec.truncated in ways]
         # with --teachers each entry is checked
         if self.kd_weight and not self.teachers and self.loss not in fitting:
-            raise ValueError(f"{what} with --loss {self.loss}: this loss reads other tokens of the "
-                             f"teacher, too; keep hidden states, or use one of {', '.join(fitting)}")
+            raise ValueError(f"{what} with --loss {self.loss}: this loss reads others, too; keep "
+                             f"hidden states, or use one of {', '.join(fitting)}")
 
     def _check_teachers(self):
         kind = self.teacher_kind
@@ -825,13 +833,6 @@ def check_date(text):
         is_date = False
     if not is_date:
         raise ValueError(f"--chat_date {text}: expected a date like 2026-05-01")
-
-
-def check_quantization(method):
-    """Raise a ValueError where what --quantize needs is not installed."""
-    if method and importlib.util.find_spec("bitsandbytes") is None:
-        raise ValueError(f"--quantize {method}: needs bitsandbytes, which is not installed; pip "
-                         "install bitsandbytes==0.50.2")
 
 
 # --- several teachers -----------------------------------------------------------------------------

@@ -134,26 +134,33 @@ def run_with_key(*argv_list):
 
 
 @pytest.mark.slow
-def test_a_job_with_a_server_is_one_with_the_same_teacher_here(models, texts, tmp_path):
+def test_a_job_with_a_server_is_one_with_the_same_teacher_here(models, untied, texts, tmp_path):
     """On two ranks, of data and rollouts, with a key that nobody writes down.
 
-    A resumed run may find the server elsewhere.
+    A resumed run may find the server elsewhere.  A server with echo is one, and one that is asked
+    about the student's own tokens.
     """
     common = [*flags_of_job(models, jobs.write_corpus(tmp_path, texts, 20), tmp_path),
               "--on_policy=0.5", "--rollout_tokens=8", "--prompt_tokens=8", "--rollout_every=2"]
     first, second = (StandIn(models[1], masks_padding=True) for _ in range(2))
     first.faults = [None, (503, "busy"), "half", None, (500, "crash")]
     hosted = StandIn(models[1], owner="somebody", masks_padding=True)  # which has echo alone
-    with first.running(), second.running(), hosted.running():
+    equal = StandIn(untied, masks_padding=True)
+    of_student = ["--loss=reverse_kl", "--loss_topk=7", "--loss_topk_of=student"]
+    with first.running(), second.running(), hosted.running(), equal.running():
+        others = {
+            "alm": ["--loss=alm", f"--teacher={models[1]}"],
+            "echo": ["--loss=alm", *from_server(hosted, models, 0)],
+            "whole": [*of_student, f"--teacher={untied}"],
+            "given": [*of_student, *from_server(equal, [None, untied])]}
         commands = [[*common, *from_model(models), f"--output_dir={tmp_path / 'live'}"]]
-        for name, teacher in (("whole", [f"--teacher={models[1]}"]),
-                              ("echo", from_server(hosted, models, 0))):
-            commands.append([*common, *teacher, "--loss=alm", f"--output_dir={tmp_path / name}"])
+        commands += [[*common, *flags, f"--output_dir={tmp_path / name}"]
+                     for name, flags in others.items()]
         for server, more in ((first, "--save_every=2"), (second, "--steps=6")):
             commands.append([*common, *from_server(server, models), more,
                              f"--output_dir={tmp_path / 'served'}"])
         for codes, message in ranks.run(2, run_with_key, *commands):
-            assert codes == [0] * 5 and KEY not in message, message
+            assert codes == [0] * 7 and KEY not in message, message
     assert not first.faults and second.requests
     for _, headers, _ in first.requests + second.requests:
         assert headers["Authorization"] == f"Bearer {KEY}"
@@ -163,13 +170,14 @@ def test_a_job_with_a_server_is_one_with_the_same_teacher_here(models, texts, tm
     ours = jobs.losses_of(tmp_path / "served", -1)
     check_same([line for line in ours if line["step"] <= 4], jobs.losses_of(tmp_path / "live", -1))
     assert ours[-1]["step"] == 6
-    echo, whole = [jobs.losses_of(tmp_path / name, -1) for name in ("echo", "whole")]
-    assert all(line["eval/teacher_accuracy"] is None for line in echo if "eval/kd" in line)
-    for line in echo + whole:
-        for name in ("eval/teacher_accuracy", "eval/teacher_entropy", "eval/top1_agreement",
-                     "teacher_output_bytes"):
-            line.pop(name, None)
-    check_same(echo, whole)
+    for name, teacher in (("echo", "alm"), ("given", "whole")):
+        ours, expected = [jobs.losses_of(tmp_path / run, -1) for run in (name, teacher)]
+        assert all(line["eval/teacher_accuracy"] is None for line in ours if "eval/kd" in line)
+        for line in ours + expected:
+            for unknown in ("eval/teacher_accuracy", "eval/teacher_entropy", "eval/top1_agreement",
+                            "teacher_output_bytes"):
+                line.pop(unknown, None)
+        check_same(ours, expected)
 
 
 def run_ahead(argv):
@@ -232,6 +240,10 @@ def test_what_does_not_fit_ends_with_one_line(models, untied, texts, tmp_path):
     short = StandIn(models[1], context=100)
     other = StandIn(untied)  # a smaller vocabulary
     hosted = StandIn(models[1], owner="somebody", context=None)
+    sglang = StandIn(untied, owner="sglang")
+    equal = StandIn(untied, max_logprobs=30)
+    of_student = {"teacher": equal, "teacher_tokenizer": str(untied), "loss": "reverse_kl",
+                  "loss_topk": 9, "loss_topk_of": "student", "teacher_output_topk": 20}
     cases = [
         ({}, "nothing is wrong"),
         ({"teacher_max_length": 256}, "nothing is wrong"),
@@ -257,6 +269,17 @@ def test_what_does_not_fit_ends_with_one_line(models, untied, texts, tmp_path):
         ({"teacher_output_topk": 0, "loss": "alm"}, "nothing is wrong"),
         ({"teacher_output_topk": 0, "loss": "alm", "teacher": str(models[1]),
           "teacher_tokenizer": "", "teacher_output": "topk"}, "is for the address of a server"),
+        ({"loss_topk": 9, "loss_topk_of": "student", "loss": "alm"}, "nothing is wrong"),
+        (of_student, "nothing is wrong"),
+        (of_student | {"teacher": good, "teacher_tokenizer": str(models[1])},
+         "of this teacher the tokens that it finds likely are kept"),
+        (of_student | {"teacher": str(untied), "teacher_tokenizer": "", "teacher_output": "topk"},
+         "of this teacher the tokens that it finds likely are kept"),
+        (of_student | {"loss_topk": 30}, "of 31, which is greater than max allowed: 30"),
+        (of_student | {"teacher": sglang}, "SGLang takes one list of tokens for a text"),
+        (of_student | {"temperature": 2.0}, "mass at temperature 1"),
+        (of_student | {"teacher_weights": "max_prob"}, "its max_prob is not known"),
+        (of_student | {"pipeline_parallel": 2}, "whose ranks hold shards of a text"),
         ({"teacher": hosted}, "HTTP 400 unknown field prompt_logprobs"),
         ({"teacher": hosted, "teacher_output_topk": 0, "loss": "alm"}, "nothing is wrong"),
         ({"temperature": 2.0}, "mass at temperature 1"),
@@ -271,9 +294,9 @@ def test_what_does_not_fit_ends_with_one_line(models, untied, texts, tmp_path):
                  max_length=250, output_dir=str(tmp_path / "run"),
                  teacher_tokenizer=str(models[1]),
                  ds_config=jobs.ds_config(tmp_path / "ds.json", 0, 1, 1))
-    with (good.running(), few.running(), short.running(), other.running(), hosted.running()):
+    with (good.running(), few.running(), short.running(), other.running(), hosted.running(),
+          sglang.running(), equal.running()):
         flags["teacher"] = good.url
-        for changes, _ in cases:
-            changes |= {key: value.url for key, value in changes.items() if key == "teacher"
-                        and isinstance(value, StandIn)}
+        cases = [({key: getattr(value, "url", value) for key, value in changes.items()}, expected)
+                 for changes, expected in cases]
         jobs.check_refusals(flags, cases)

@@ -10,6 +10,7 @@ from functools import partial
 import torch
 
 from isogloss import losses
+from isogloss.flags.model_names import is_address
 from isogloss.models.compiler import loss_compiler, plain
 from isogloss.nodes import Tables, with_rest
 from isogloss.objective.token_weights import OF_ENTROPY, weighed_by_entropy
@@ -206,6 +207,11 @@ def build_divergence(cfg, pair, device, has_rest=False, *, divergence, flag_of):
     """Build a divergence: of positions where the tokenizers are equal, else of translated nodes."""
     parameters = {name: getattr(cfg, flag) for name, flag in flag_of.items()}
     compiler = loss_compiler(cfg.loss_backend, torch.device(device).type)
+    if has_rest and cfg.follows_student:
+        if not is_address(cfg.teacher) or pair.fingerprints[0] != pair.fingerprints[1]:
+            raise ValueError("--loss_topk_of student: of this teacher the tokens that it finds "
+                             "likely are kept; keep hidden states, or leave it out")
+        parameters["top_k"] = 0  # the teacher's rows hold these tokens, and all others as one
     if pair.fingerprints[0] == pair.fingerprints[1]:
         return build_per_position(divergence, parameters, has_rest, compiler)
     unbounded = divergence in (losses.reverse_kl, losses.adaptive_kl)
@@ -313,8 +319,8 @@ class LossSpec:
         needs: what it works on: "spellings", "projection" or "chunks".
         flags: flags of config.py that it reads; they may differ for each of several teachers.
         columns: it compares only the `--projection_topk` most important teacher columns.
-        truncated: how it reads truncated rows: "softened" by --temperature, "plain", "text": of a
-            row the probability of the text's own token alone, or "": it is not defined on them.
+        truncated: how it reads truncated rows: "softened" by --temperature, of the "text" the
+            probabilities alone, or "": it is not defined on them.
         linear_unless: a flag; where it is not set, the gradient is linear in the teacher's
             probabilities, so that estimates of these without bias will do. "": it never is.
         live_copies: how often the logits of a sub-tile are in a GPU's memory at the peak of the

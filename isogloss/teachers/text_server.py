@@ -6,8 +6,11 @@ Servers say it of the tokens of a prompt, each in its way:
     SGLang  POST /generate with `return_logprob`; its /v1/completions answers without token ids
     others  as vLLM; of the text's own tokens alone by `echo`, as hosted APIs say it
 
-`/v1/models` tells them apart by `owned_by`, and says how long a prompt may be.  An error that may pass (no connection, half an answer, a status
-from 500 on) is tried again, with pauses that double, until the time-out.
+Of tokens that are given for each position vLLM alone says it, at POST /inference/v1/generate.
+`/v1/models` tells servers apart by `owned_by`, and says how long a prompt may be.
+
+An error that may pass (no connection, half an answer, a status from 500 on) is tried again, with
+pauses that double, until the time-out.
 
 Nothing that a server sends is believed: an answer has a time and a size, and every field of it a
 type and a range.
@@ -18,6 +21,8 @@ Shapes: N tokens of a prompt behind its first, E tokens named in an answer, of a
 """
 
 import asyncio
+import base64
+import io
 import itertools
 import json
 import os
@@ -194,6 +199,32 @@ class TextServer:
             raise self.error("its answer has no log-probabilities of the prompt; expected vLLM "
                              "(with prompt_logprobs), SGLang or an API with echo") from None
 
+    def score_given(self, model, ids, given_NK):
+        """Return (N, K) float32 log-probabilities of tokens that are given for each position.
+
+        Args:
+            ids: (N + 1,) tokens of one text; given_NK: (N, K) int64 array.
+        Raises:
+            DataError: as above.
+        """
+        if model.owner == "sglang":
+            raise self.error("SGLang takes one list of tokens for a text, not one for each "
+                             "position; ask vLLM, or leave out --loss_topk_of student")
+        params = {"max_tokens": 1, "temperature": 0, "prompt_logprob_token_ids": given_NK.tolist()}
+        body = {"model": model.name, "token_ids": ids, "sampling_params": params}
+        answer = self._ask(
+            "POST", "/inference/v1/generate", body, MOST_BYTES + BYTES_PER_ENTRY * given_NK.size)
+        try:
+            file = io.BytesIO(base64.b64decode(answer["prompt_token_id_logprobs"], validate=True))
+            version = np.lib.format.read_magic(file)
+            header = np.lib.format.read_array_header_1_0(file)
+            if (version, *header) != ((1, 0), given_NK.shape, False, np.float32):
+                raise ValueError("an array of another shape or type")
+            return np.frombuffer(file.read(), np.float32).reshape(given_NK.shape)
+        except (KeyError, TypeError, ValueError):
+            raise self.error("its answer has no log-probabilities of the given tokens; expected "
+                             "vLLM, 0.32 or newer, with VLLM_USE_V2_MODEL_RUNNER=1") from None
+
     def error(self, what):
         """Return a DataError of one line, without the key."""
         line = one_line(f"--teacher {self.url}: {what}")
@@ -298,7 +329,7 @@ def _advice(status, content):
         return f"; put its key into the variable {KEY_VARIABLE}"
     if b"max allowed" in content and b"logprobs" in content:
         return ("; start the server with --max-logprobs of at least as many, or ask for fewer with "
-                "--teacher_output_topk")
+                "--teacher_output_topk or --loss_topk")
     return ""
 
 
@@ -357,9 +388,9 @@ def of_echo(choice, ids):
     Raises:
         ValueError: it is about another text.
     """
-    is_longer = len(choice["logprobs"]["token_logprobs"]) > len(ids)
-    end = -1 if is_longer else None
-    logp = _about(choice["logprobs"]["token_logprobs"][:end], ids)
+    logp = choice["logprobs"]["token_logprobs"]
+    end = -1 if len(logp) > len(ids) else None
+    logp = _about(logp[:end], ids)
     spelled = _about(choice["logprobs"]["tokens"][:end], ids)
     return _likely(ids[1:], logp, np.ones(len(logp), np.int64), spelled)
 
