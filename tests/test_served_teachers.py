@@ -1,6 +1,7 @@
 """A server says what the same teacher says here, in every layout; what it cannot say is refused."""
 
 import os
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -9,7 +10,15 @@ import torch
 import jobs
 import ranks
 from isogloss import distill
-from isogloss.teachers.served import ServedTeacher, groups_of, scored_text
+from isogloss.evaluation.evaluate import EvaluationSums, ModelSums, PairSums, metrics_of
+from isogloss.objective.loss_table import DistillationLoss
+from isogloss.teachers.served import (
+    ServedSpec,
+    ServedTeacher,
+    groups_of,
+    scored_given,
+    scored_text,
+)
 from isogloss.teachers.text_server import Likely
 from test_cached_teachers import write
 from text_servers import StandIn
@@ -94,6 +103,38 @@ def test_what_is_no_distribution_is_refused(change, expected):
     change(likely)
     with pytest.raises(ValueError, match=expected):
         scored_text(likely, np.array([1, 2, 3, 4]), 3, 11, 11)
+
+
+@pytest.mark.parametrize(("output_topk", "num_given", "known"), [
+    (5, 0, True), (0, 0, False), (0, 5, False)])
+def test_metrics_that_an_answer_does_not_tell_are_null(output_topk, num_given, known):
+    spec = ServedSpec("http://host", 11, output_topk=output_topk, num_given=num_given)
+    assert spec.asks_ahead != bool(num_given)
+    setup = SimpleNamespace(spec=spec, loss=DistillationLoss(None))
+    teacher = ModelSums(nats=3.0, num_bytes=2, correct=1, entropy=2.0, tokens=2)
+    pair = PairSums(kd=3.0, kd_terms=2, agree=1, starts=2)
+    _, [metrics] = metrics_of(EvaluationSums(teachers=[teacher], pairs=[pair]), [setup])
+    assert metrics["kd"] == 1.5 and metrics["teacher_bits_per_byte"] > 2
+    for name in ("teacher_accuracy", "teacher_entropy", "top1_agreement"):
+        assert (metrics[name] is not None) == known
+
+
+def test_of_given_tokens_a_row_holds_these_and_the_rest():
+    logits = 3 * torch.randn(4, 11, generator=torch.Generator().manual_seed(3))
+    p = logits.double().softmax(-1)
+    given = np.array([[0, 1, 2], [5, 3, 9], [10, 0, 7], [4, 6, 8]])
+    ids = np.array([7, 1, 2, 10, 4])
+    server = SimpleNamespace(score_given=lambda model, text, asked: np.take_along_axis(
+        p.log().float().numpy(), asked, 1))
+    scored = scored_given(server, None, ids, given, 11, 11)
+    expected = torch.zeros(4, 12, dtype=torch.float64)
+    kept = torch.from_numpy(given)
+    expected.scatter_(1, kept, p.gather(1, kept))
+    expected[:, 11] = 1 - expected.sum(1)
+    torch.testing.assert_close(scored(torch.arange(4)).exp().double(), expected, rtol=2e-6,
+                               atol=3e-7)
+    label_logp = p[range(4), ids[1:]].log()
+    torch.testing.assert_close(scored.scores.logp_T.double(), label_logp, rtol=2e-6, atol=2e-6)
 
 
 def test_requests_hold_whole_texts():

@@ -207,12 +207,11 @@ def build_divergence(cfg, pair, device, has_rest=False, *, divergence, flag_of):
     """Build a divergence: of positions where the tokenizers are equal, else of translated nodes."""
     parameters = {name: getattr(cfg, flag) for name, flag in flag_of.items()}
     compiler = loss_compiler(cfg.loss_backend, torch.device(device).type)
-    if has_rest and cfg.follows_student:
-        if not is_address(cfg.teacher) or pair.fingerprints[0] != pair.fingerprints[1]:
-            raise ValueError("--loss_topk_of student: of this teacher the tokens that it finds "
-                             "likely are kept; keep hidden states, or leave it out")
-        parameters["top_k"] = 0  # the teacher's rows hold these tokens, and all others as one
-    if pair.fingerprints[0] == pair.fingerprints[1]:
+    are_equal = pair.fingerprints[0] == pair.fingerprints[1]
+    if has_rest and cfg.follows_student and not (are_equal and is_address(cfg.teacher)):
+        raise ValueError("--loss_topk_of student: of this teacher the tokens that it finds likely "
+                         "are kept; keep hidden states, or leave it out")
+    if are_equal:
         return build_per_position(divergence, parameters, has_rest, compiler)
     unbounded = divergence in (losses.reverse_kl, losses.adaptive_kl)
     if has_rest and (unbounded or parameters.get("beta") == 1):
