@@ -6,7 +6,8 @@ Servers say it of the tokens of a prompt, each in its way:
     SGLang  POST /generate with `return_logprob`; its /v1/completions answers without token ids
     others  as vLLM; of the text's own tokens alone by `echo`, as hosted APIs say it
 
-Of tokens that are given for each position vLLM alone says it, at POST /inference/v1/generate.
+Of tokens that are given for each position vLLM alone says it, at POST /inference/v1/generate with
+`prompt_logprob_token_ids`.
 `/v1/models` tells servers apart by `owned_by`, and says how long a prompt may be.
 
 An error that may pass (no connection, half an answer, a status from 500 on) is tried again, with
@@ -223,7 +224,7 @@ class TextServer:
             return np.frombuffer(file.read(), np.float32).reshape(given_NK.shape)
         except (KeyError, TypeError, ValueError):
             raise self.error("its answer has no log-probabilities of the given tokens; expected "
-                             "vLLM, 0.32 or newer, with VLLM_USE_V2_MODEL_RUNNER=1") from None
+                             "vLLM, 0.32 or newer, with --enable-scale-out") from None
 
     def error(self, what):
         """Return a DataError of one line, without the key."""
@@ -325,7 +326,7 @@ def _words(content):
 
 def _advice(status, content):
     """Return what to do about an error, as far as its words tell."""
-    if status in (401, 403):
+    if status in (401, 403) and b"--enable" not in content:
         return f"; put its key into the variable {KEY_VARIABLE}"
     if b"max allowed" in content and b"logprobs" in content:
         return ("; start the server with --max-logprobs of at least as many, or ask for fewer with "
