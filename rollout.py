@@ -341,12 +341,12 @@ def _nucleus(scores_BV: Tensor, top_p: float) -> Tensor:
     """Return scores that are -inf outside of the most likely tokens with mass `top_p` together."""
     logp_BV = scores_BV.log_softmax(-1)
     num = min(MOST_SORTED, logp_BV.shape[1])
-    top = logp_BV.topk(num)
-    if num < logp_BV.shape[1] and not _have_mass(top.values, top_p):
-        top = logp_BV.sort(dim=-1, descending=True)
-    p_BK = top.values.exp()
+    top_BK, ids_BK = logp_BV.topk(num)
+    if num < logp_BV.shape[1] and not _have_mass(top_BK, top_p):
+        top_BK, ids_BK = logp_BV.sort(dim=-1, descending=True)
+    p_BK = top_BK.exp()
     stays_BK = p_BK.cumsum(-1) - p_BK < top_p  # the first token always stays
-    stays_BV = torch.zeros_like(logp_BV, dtype=torch.bool).scatter_(1, top.indices, stays_BK)
+    stays_BV = torch.zeros_like(logp_BV, dtype=torch.bool).scatter_(1, ids_BK, stays_BK)
     return scores_BV.masked_fill(~stays_BV, -torch.inf)
 
 

@@ -379,8 +379,7 @@ class TeacherFlags:
         600.0, "seconds for a request to a served teacher, all tries together; then the job ends. "
         "1 to 1500.", low=1, high=1500, free=True)
     teacher_connections: int = flag(
-        8, "requests to a served teacher that each rank has under way at a time.",
-        low=1, high=1024, free=True)
+        8, "requests of a rank that a served teacher has at a time.", low=1, high=1024, free=True)
     teacher_cache: str = flag(
         "", "directory that python -m isogloss.cache has written: what a teacher says of the "
         "texts, in place of a teacher. Its tokenizer is there too, so teacher is not needed; one "
@@ -416,8 +415,8 @@ class TeacherFlags:
         "event. Not for gold, h_kl and uld. A served teacher gives no more than topk.",
         choices=("hidden", "logits", "topk"), key="teacher_output")
     teacher_output_topk: int = flag(
-        256, "tokens of teacher_output topk. 0: the text's own alone, which a server with echo "
-        "gives; for alm.", low=0, high=2**20, key="teacher_output_topk")
+        256, "tokens of teacher_output topk. 0: of a server the text's own alone, for alm.",
+        low=0, high=2**20, key="teacher_output_topk")
 
 
 @dataclass(kw_only=True)

@@ -92,12 +92,9 @@ class TeacherSetup:
 
 
 def without_gradient(student, batch, function):
-    """Return what a function makes of the logits of a StudentBatch; all ranks take part.
+    """Return `function(LogitsSource)` of a StudentBatch, by a StudentRunner; all ranks take part.
 
-    Args:
-        student: `engine.StudentRunner`; function: (LogitsSource) -> tensor.
-    Returns:
-        None where another rank of the pipeline has it.
+    It is None where another rank of the pipeline has it.
     """
     was_training = student.engine.module.training
     student.engine.eval()

@@ -107,6 +107,7 @@ def test_same_loss_and_gradient_of_texts_that_the_limit_cuts(models, texts, tmp_
                           tolerance=1e-6)
 
 
+@pytest.mark.slow
 def test_an_api_with_echo_teaches_alm_as_the_whole_teacher_does(models, texts, tmp_path):
     flags = steps.flags_for(models, texts, tmp_path)
     samples = steps.uneven_samples(texts)

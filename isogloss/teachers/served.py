@@ -273,8 +273,6 @@ class ServedSpec(TeacherSpec):
         gives = f"{where} gives the {cfg.teacher_output_topk} most likely tokens alone"
         unknown = ["entropy"]
         ways = "softened", "text"
-        if cfg.follows_student or not cfg.teacher_output_topk:
-            unknown += ["max_prob", "mean_p", "mean_logits"]
         if cfg.follows_student:
             gives = f"{where} with --loss_topk_of student gives these tokens alone"
             refuse(cfg, f"{where} and --loss_topk_of student", dict.fromkeys(
@@ -282,6 +280,8 @@ class ServedSpec(TeacherSpec):
         elif not cfg.teacher_output_topk:
             gives = f"{where} with --teacher_output_topk 0 gives the text's own tokens alone"
             ways = ("text",)
+        if cfg.follows_student or not cfg.teacher_output_topk:
+            unknown += ["max_prob", "mean_p", "mean_logits"]
         if cfg.teacher_output == "logits":
             raise ValueError(f"{gives}; leave out --teacher_output logits")
         cfg.check_truncated(gives, ways)

@@ -201,12 +201,11 @@ class TextServer:
                              "(with prompt_logprobs), SGLang or an API with echo") from None
 
     def score_given(self, model, ids, given_NK):
-        """Return (N, K) float32 log-probabilities of tokens that are given for each position.
+        """Return (N, K) float32 log-probabilities of tokens given for N positions of a text.
 
         Args:
-            ids: (N + 1,) tokens of one text; given_NK: (N, K) int64 array.
-        Raises:
-            DataError: as above.
+            ids: N + 1 of them; given_NK: int64 array.
+        Raises: as above.
         """
         if model.owner == "sglang":
             raise self.error("SGLang takes one list of tokens for a text, not one for each "
@@ -384,10 +383,7 @@ def of_echo(choice, ids):
     """Return the Likely, of the text's own tokens alone, of a choice that repeats the prompt.
 
     Its `logprobs` have `tokens`, spelled, and `token_logprobs`, null for the first one: those of
-    the prompt, and mostly of the token that was written behind it.
-
-    Raises:
-        ValueError: it is about another text.
+    the prompt, and mostly of the token that was written behind it.  Raises: as above.
     """
     logp = choice["logprobs"]["token_logprobs"]
     end = -1 if len(logp) > len(ids) else None
