@@ -300,7 +300,7 @@ def test_what_does_not_fit_ends_with_one_line(models, untied, texts, tmp_path):
          "nothing is wrong"),
         ({"teacher_tokenizer": ""}, "name the directory or hub id of its tokenizer"),
         ({"teacher": str(models[1])}, "is for the address of a server as --teacher"),
-        ({"loss": "gold"}, "256 most likely tokens alone with --loss gold: this loss reads oth"),
+        ({"loss": "gold"}, "256 most likely tokens alone with --loss gold: this loss reads others"),
         ({"loss": "reverse_kl"}, "between two tokenizers"),
         ({"teacher_output": "logits"}, "leave out --teacher_output logits"),
         ({"teacher_weights": "entropy"}, "its entropy is not known"),
