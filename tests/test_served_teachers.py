@@ -12,6 +12,7 @@ import ranks
 from isogloss import distill
 from isogloss.evaluation.evaluate import EvaluationSums, ModelSums, PairSums, metrics_of
 from isogloss.objective.loss_table import DistillationLoss
+from isogloss.targets import without_gradient
 from isogloss.teachers.served import (
     ServedSpec,
     ServedTeacher,
@@ -117,6 +118,18 @@ def test_metrics_that_an_answer_does_not_tell_are_null(output_topk, num_given, k
     assert metrics["kd"] == 1.5 and metrics["teacher_bits_per_byte"] > 2
     for name in ("teacher_accuracy", "teacher_entropy", "top1_agreement"):
         assert (metrics[name] is not None) == known
+
+
+@pytest.mark.parametrize("mode", [True, False])
+def test_a_student_is_asked_without_dropout_and_stays_in_its_mode(mode):
+    module = torch.nn.Dropout().train(mode)
+    numbers = torch.ones(100, requires_grad=True)
+    student = SimpleNamespace(
+        engine=SimpleNamespace(module=module, eval=module.eval, train=module.train),
+        reduce=lambda batches, terms: [terms[0].reduce(module(batches[0]))])
+    answer = without_gradient(student, numbers, lambda logits: 2 * logits)
+    assert torch.equal(answer, 2 * numbers) and not answer.requires_grad
+    assert module.training == mode
 
 
 def test_of_given_tokens_a_row_holds_these_and_the_rest():
