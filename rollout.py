@@ -290,6 +290,11 @@ def _largest_error(
 
 # --- one batch ------------------------------------------------------------------------------------
 
+MOST_SORTED = 1024  # tokens that are sorted for top_p; all are where these have too little mass
+# Places after which the host looks again which rows go on, where it waits for the device to look;
+# rows that have ended go on so long.  Not tuned.
+PLACES_BETWEEN_LOOKS = {"cuda": 8}
+
 
 class _Sampler:
     """Hold what all batches share: the model and how to draw from it."""
@@ -305,6 +310,7 @@ class _Sampler:
         self.top_p = top_p
         self.pad_id = pad_id
         self.stop_ids = torch.tensor(stop_ids, device=self.device)
+        self.places_between_looks = PLACES_BETWEEN_LOOKS.get(self.device.type, 1)
         # the logits of a prompt's earlier positions would only cost memory
         accepted = inspect.signature(model.forward).parameters
         self.options = {"logits_to_keep": 1} if "logits_to_keep" in accepted else {}
@@ -333,11 +339,20 @@ class _Sampler:
 
 def _nucleus(scores_BV: Tensor, top_p: float) -> Tensor:
     """Return scores that are -inf outside of the most likely tokens with mass `top_p` together."""
-    sorted_BV, order_BV = scores_BV.log_softmax(-1).sort(dim=-1, descending=True)
-    p_BV = sorted_BV.exp()
-    before_BV = p_BV.cumsum(-1) - p_BV  # the first token always stays
-    left_out_BV = (before_BV >= top_p).scatter(1, order_BV, before_BV >= top_p)
-    return scores_BV.masked_fill(left_out_BV, -torch.inf)
+    logp_BV = scores_BV.log_softmax(-1)
+    num = min(MOST_SORTED, logp_BV.shape[1])
+    top_BK, ids_BK = logp_BV.topk(num)
+    if num < logp_BV.shape[1] and not _have_mass(top_BK, top_p):
+        top_BK, ids_BK = logp_BV.sort(dim=-1, descending=True)
+    p_BK = top_BK.exp()
+    stays_BK = p_BK.cumsum(-1) - p_BK < top_p  # the first token always stays
+    stays_BV = torch.zeros_like(logp_BV, dtype=torch.bool).scatter_(1, ids_BK, stays_BK)
+    return scores_BV.masked_fill(~stays_BV, -torch.inf)
+
+
+def _have_mass(logp_BK: Tensor, top_p: float) -> bool:
+    """Tell whether the tokens of each row have mass `top_p` together, for which the host waits."""
+    return bool((logp_BK.exp().cumsum(-1)[:, -1] >= top_p).all())
 
 
 class _Batch:
@@ -418,12 +433,14 @@ class _Batch:
         return torch.tensor(completed, device=self.ids.device)
 
     def count_active(self) -> int:
-        """Return how many rows go on: all that the host waits for at a place."""
+        """Return how many rows go on, for which the host waits."""
         return int(self.active.sum())
 
     def _prepare_next(self, ids_R: Tensor) -> None:
-        num_active = self.count_active()
-        self.is_done = num_active == 0
+        num_active = len(self.rows)
+        if self.place % self.sampler.places_between_looks == 0:
+            num_active = self.count_active()
+        self.is_done = num_active == 0 or self.place == self.ids.shape[1]
         if self.is_done:
             self.cache = None  # its memory, before the next batch needs some
             return

@@ -389,12 +389,9 @@ def launches_of(cfg, student, setups, batch, watch):
 
 
 def write(model, watch):
-    """Let a model write eight places of two rows, one of which has ended after four.
-
-    Each place is watched; the prompts of a batch are copied before.
-    """
+    """Watch a model write eight places of two rows, one of which has ended after four."""
     prompts = [rollout.Prompt([3, 4, 5][number:], (0, number), 8) for number in range(2)]
-    going_on = iter([2, 2, 2, 2, 1, 1, 1, 0])  # what the host reads at each place
+    going_on = iter([2] * 4 + [1] * 3 + [0])  # what the host reads at each place
     advance = rollout._Batch.advance
 
     def watched_advance(batch):
@@ -402,7 +399,8 @@ def write(model, watch):
             advance(batch)
 
     with mock.patch.multiple(rollout._Batch, count_active=lambda batch: next(going_on),
-                             completions=lambda batch: [None] * 2, advance=watched_advance):
+                             completions=lambda batch: [None] * 2, advance=watched_advance), \
+            mock.patch.multiple(rollout, PLACES_BETWEEN_LOOKS={}, _have_mass=lambda *_: True):
         rollout.write(model, prompts, [2], temperature=0.7, top_p=0.9)
 
 

@@ -379,8 +379,7 @@ class TeacherFlags:
         600.0, "seconds for a request to a served teacher, all tries together; then the job ends. "
         "1 to 1500.", low=1, high=1500, free=True)
     teacher_connections: int = flag(
-        8, "requests to a served teacher that each rank has under way at a time.",
-        low=1, high=1024, free=True)
+        8, "requests of a rank that a served teacher has at a time.", low=1, high=1024, free=True)
     teacher_cache: str = flag(
         "", "directory that python -m isogloss.cache has written: what a teacher says of the "
         "texts, in place of a teacher. Its tokenizer is there too, so teacher is not needed; one "
@@ -416,7 +415,8 @@ class TeacherFlags:
         "event. Not for gold, h_kl and uld. A served teacher gives no more than topk.",
         choices=("hidden", "logits", "topk"), key="teacher_output")
     teacher_output_topk: int = flag(
-        256, "tokens of teacher_output topk.", low=1, high=2**20, key="teacher_output_topk")
+        256, "tokens of teacher_output topk. 0: of a server the text's own alone, for alm.",
+        low=0, high=2**20, key="teacher_output_topk")
 
 
 @dataclass(kw_only=True)
@@ -571,7 +571,6 @@ class Config(ModelFlags, DataFlags, LossFlags, OnPolicyFlags,
         check_flags(self)
         check_together(self)
         check_date(self.chat_date)
-        check_quantization(self.quantize)
         template_kwargs(self)
         self._check_values()
         self._check_loss()
@@ -586,6 +585,9 @@ class Config(ModelFlags, DataFlags, LossFlags, OnPolicyFlags,
         return self.sequence_parallel * self.pipeline_parallel
 
     def _check_values(self):
+        if self.quantize and importlib.util.find_spec("bitsandbytes") is None:
+            raise ValueError(f"--quantize {self.quantize}: needs bitsandbytes, which is not "
+                             "installed; pip install bitsandbytes==0.50.2")
         if self.matched_weight != AUTO_WEIGHT and not 0 <= self.matched_weight <= 1:
             raise ValueError(f"--matched_weight {self.matched_weight}: expected 0 to 1, or "
                              f"{AUTO_WEIGHT:g} for the common fraction of the teacher's vocabulary")
@@ -679,6 +681,12 @@ class Config(ModelFlags, DataFlags, LossFlags, OnPolicyFlags,
         """Whether the loss softens rows that keep some tokens alone."""
         return self.temperature != 1 and loss_table()[self.loss].truncated == "softened"
 
+    @property
+    def follows_student(self):
+        """Whether the loss compares what the student finds most likely."""
+        return (self.loss_topk > 0 and self.loss_topk_of == "student"
+                and "loss_topk" in loss_table()[self.loss].flags)
+
     def reading_of_rest(self, student, encoder):
         """Return how the loss reads truncated rows: (temperature of the rest, does it read draws?).
 
@@ -696,17 +704,18 @@ class Config(ModelFlags, DataFlags, LossFlags, OnPolicyFlags,
             return 1.0, False
         return self.temperature, spec.reads_draws(self)
 
-    def check_truncated(self, what):
-        """Raise a ValueError where the loss needs all tokens of a teacher of which some are kept.
+    def check_truncated(self, what, ways=("softened", "text")):
+        """Raise a ValueError where the loss needs more of a teacher than the tokens that are kept.
 
         Args:
             what: truncates, for the message.
+            ways: `LossSpec.truncated` of the losses for which they are enough.
         """
+        fitting = [name for name, spec in loss_table().items() if spec.truncated in ways]
         # with --teachers each entry is checked
-        if self.kd_weight and not self.teachers and not loss_table()[self.loss].truncated:
-            others = [name for name, spec in loss_table().items() if spec.truncated]
-            raise ValueError(f"{what} with --loss {self.loss}: this loss reads all tokens of the "
-                             f"teacher; keep hidden states, or use one of {', '.join(others)}")
+        if self.kd_weight and not self.teachers and self.loss not in fitting:
+            raise ValueError(f"{what} with --loss {self.loss}: this loss reads others, too; keep "
+                             f"hidden states, or use one of {', '.join(fitting)}")
 
     def _check_teachers(self):
         kind = self.teacher_kind
@@ -823,13 +832,6 @@ def check_date(text):
         is_date = False
     if not is_date:
         raise ValueError(f"--chat_date {text}: expected a date like 2026-05-01")
-
-
-def check_quantization(method):
-    """Raise a ValueError where what --quantize needs is not installed."""
-    if method and importlib.util.find_spec("bitsandbytes") is None:
-        raise ValueError(f"--quantize {method}: needs bitsandbytes, which is not installed; pip "
-                         "install bitsandbytes==0.50.2")
 
 
 # --- several teachers -----------------------------------------------------------------------------

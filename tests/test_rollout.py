@@ -91,6 +91,46 @@ def test_a_completion_does_not_depend_on_its_batch(model, batch_size):
         torch.testing.assert_close(first.logp, second.logp, rtol=0, atol=5e-5)
 
 
+@pytest.mark.parametrize("places", [2, 3, 100])
+def test_completions_do_not_depend_on_when_the_host_looks_who_goes_on(model, monkeypatch, places):
+    starts = prompts(13)
+    expected = rollout.write(model, starts, [STOP], VOCAB, batch_size=6)
+    assert {completion.ended for completion in expected} == {True, False}
+    looks = []
+    count_active = rollout._Batch.count_active
+    monkeypatch.setattr(rollout._Batch, "count_active",
+                        lambda batch: looks.append(batch.place) or count_active(batch))
+    monkeypatch.setitem(rollout.PLACES_BETWEEN_LOOKS, "cpu", places)
+    found = rollout.write(model, starts, [STOP], VOCAB, batch_size=6)
+    assert all(place % places == 0 for place in looks)
+    for first, second in zip(found, expected, strict=True):
+        assert torch.equal(first.ids, second.ids) and first.ended == second.ended
+        torch.testing.assert_close(first.logp, second.logp, rtol=0, atol=5e-5)
+
+
+@pytest.mark.parametrize("top_p", [0.05, 0.5, 0.9, 0.999, 1 - 1e-7])
+def test_a_nucleus_is_that_of_the_whole_vocabulary_sorted(top_p):
+    """By definition: what stands before a token, the most likely first, has less than top_p."""
+    generator = torch.Generator().manual_seed(0)
+    scale = torch.tensor([0.0, 0.5, 3.0, 9.0])[:, None]  # of flat rows most tokens stay
+    scores = scale * torch.randn(4, 3000, generator=generator).sort().values
+    scores += 1e-4 * torch.randperm(3000, generator=generator)  # no two are equal
+    stays = rollout._nucleus(scores, top_p).isfinite()
+    few = rollout._nucleus(scores[2:], top_p).isfinite()
+    for row, row_scores in enumerate(scores.double()):
+        p = row_scores.softmax(0)
+        order = sorted(range(3000), key=lambda v: -float(row_scores[v]))
+        before = p[order].cumsum(0) - p[order]
+        expected = torch.zeros(3000, dtype=torch.bool)
+        expected[order] = before < top_p
+        near = (before - top_p).abs() < 1e-6  # float32 may find either
+        clear = torch.ones(3000, dtype=torch.bool)
+        clear[order] = ~near
+        assert torch.equal(stays[row] & clear, expected & clear), row
+        assert row < 2 or torch.equal(few[row - 2], stays[row])
+    assert stays.any(1).all()
+
+
 def check_probabilities(model, starts, completions):
     for start, completion in zip(starts, completions, strict=True):
         ids = torch.cat([torch.tensor(start.ids), completion.ids])

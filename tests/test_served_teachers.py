@@ -1,6 +1,7 @@
 """A server says what the same teacher says here, in every layout; what it cannot say is refused."""
 
 import os
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -9,7 +10,16 @@ import torch
 import jobs
 import ranks
 from isogloss import distill
-from isogloss.teachers.served import ServedTeacher, groups_of, scored_text
+from isogloss.evaluation.evaluate import EvaluationSums, ModelSums, PairSums, metrics_of
+from isogloss.objective.loss_table import DistillationLoss
+from isogloss.targets import without_gradient
+from isogloss.teachers.served import (
+    ServedSpec,
+    ServedTeacher,
+    groups_of,
+    scored_given,
+    scored_text,
+)
 from isogloss.teachers.text_server import Likely
 from test_cached_teachers import write
 from text_servers import StandIn
@@ -35,7 +45,7 @@ def likely_of(logits, labels, top_k):
 
 
 @pytest.mark.parametrize(("top_k", "vocab", "model_vocab"), [
-    (3, 11, 11), (11, 11, 11), (20, 11, 14), (14, 11, 14), (12, 11, 14)])
+    (0, 11, 14), (3, 11, 11), (11, 11, 11), (20, 11, 14), (14, 11, 14), (12, 11, 14)])
 def test_a_row_holds_the_likely_tokens_the_label_and_the_rest(top_k, vocab, model_vocab):
     generator = torch.Generator().manual_seed(top_k)
     logits = 3 * torch.randn(7, model_vocab, generator=generator)
@@ -55,9 +65,10 @@ def test_a_row_holds_the_likely_tokens_the_label_and_the_rest(top_k, vocab, mode
     torch.testing.assert_close(rows.double(), expected, rtol=2e-6, atol=3e-7)
     of_label = p.gather(1, labels[:, None]).squeeze(1).log()
     torch.testing.assert_close(scored.scores.logp_T.double(), of_label, rtol=2e-6, atol=2e-6)
-    torch.testing.assert_close(scored.scores.max_logp_T.double(), p.max(1).values.log(), rtol=2e-6,
-                               atol=2e-6)
-    assert torch.equal(scored.scores.correct_T, (p.argmax(1) == labels).float())
+    if top_k:
+        torch.testing.assert_close(scored.scores.max_logp_T.double(), p.max(1).values.log(),
+                                   rtol=2e-6, atol=2e-6)
+        assert torch.equal(scored.scores.correct_T, (p.argmax(1) == labels).float())
     entropy = -(expected * expected.clamp(min=1e-30).log()).sum(1)
     torch.testing.assert_close(scored.scores.entropy_T.double(), entropy, rtol=1e-5, atol=1e-5)
     assert scored.logits.ids_TK.shape == (7, min(top_k, vocab) + 1)
@@ -93,6 +104,50 @@ def test_what_is_no_distribution_is_refused(change, expected):
     change(likely)
     with pytest.raises(ValueError, match=expected):
         scored_text(likely, np.array([1, 2, 3, 4]), 3, 11, 11)
+
+
+@pytest.mark.parametrize(("output_topk", "num_given", "known"), [
+    (5, 0, True), (0, 0, False), (0, 5, False)])
+def test_metrics_that_an_answer_does_not_tell_are_null(output_topk, num_given, known):
+    spec = ServedSpec("http://host", 11, output_topk=output_topk, num_given=num_given)
+    assert spec.asks_ahead != bool(num_given)
+    setup = SimpleNamespace(spec=spec, loss=DistillationLoss(None))
+    teacher = ModelSums(nats=3.0, num_bytes=2, correct=1, entropy=2.0, tokens=2)
+    pair = PairSums(kd=3.0, kd_terms=2, agree=1, starts=2)
+    _, [metrics] = metrics_of(EvaluationSums(teachers=[teacher], pairs=[pair]), [setup])
+    assert metrics["kd"] == 1.5 and metrics["teacher_bits_per_byte"] > 2
+    for name in ("teacher_accuracy", "teacher_entropy", "top1_agreement"):
+        assert (metrics[name] is not None) == known
+
+
+@pytest.mark.parametrize("mode", [True, False])
+def test_a_student_is_asked_without_dropout_and_stays_in_its_mode(mode):
+    module = torch.nn.Dropout().train(mode)
+    numbers = torch.ones(100, requires_grad=True)
+    student = SimpleNamespace(
+        engine=SimpleNamespace(module=module, eval=module.eval, train=module.train),
+        reduce=lambda batches, terms: [terms[0].reduce(module(batches[0]))])
+    answer = without_gradient(student, numbers, lambda logits: 2 * logits)
+    assert torch.equal(answer, 2 * numbers) and not answer.requires_grad
+    assert module.training == mode
+
+
+def test_of_given_tokens_a_row_holds_these_and_the_rest():
+    logits = 3 * torch.randn(4, 11, generator=torch.Generator().manual_seed(3))
+    p = logits.double().softmax(-1)
+    given = np.array([[0, 1, 2], [5, 3, 9], [10, 0, 7], [4, 6, 8]])
+    ids = np.array([7, 1, 2, 10, 4])
+    server = SimpleNamespace(score_given=lambda model, text, asked: np.take_along_axis(
+        p.log().float().numpy(), asked, 1))
+    scored = scored_given(server, None, ids, given, 11, 11)
+    expected = torch.zeros(4, 12, dtype=torch.float64)
+    kept = torch.from_numpy(given)
+    expected.scatter_(1, kept, p.gather(1, kept))
+    expected[:, 11] = 1 - expected.sum(1)
+    torch.testing.assert_close(scored(torch.arange(4)).exp().double(), expected, rtol=2e-6,
+                               atol=3e-7)
+    label_logp = p[range(4), ids[1:]].log()
+    torch.testing.assert_close(scored.scores.logp_T.double(), label_logp, rtol=2e-6, atol=2e-6)
 
 
 def test_requests_hold_whole_texts():
@@ -133,22 +188,33 @@ def run_with_key(*argv_list):
 
 
 @pytest.mark.slow
-def test_a_job_with_a_server_is_one_with_the_same_teacher_here(models, texts, tmp_path):
+def test_a_job_with_a_server_is_one_with_the_same_teacher_here(models, untied, texts, tmp_path):
     """On two ranks, of data and rollouts, with a key that nobody writes down.
 
-    A resumed run may find the server elsewhere.
+    A resumed run may find the server elsewhere.  A server with echo is one, and one that is asked
+    about the student's own tokens.
     """
     common = [*flags_of_job(models, jobs.write_corpus(tmp_path, texts, 20), tmp_path),
               "--on_policy=0.5", "--rollout_tokens=8", "--prompt_tokens=8", "--rollout_every=2"]
     first, second = (StandIn(models[1], masks_padding=True) for _ in range(2))
     first.faults = [None, (503, "busy"), "half", None, (500, "crash")]
-    with first.running(), second.running():
+    hosted = StandIn(models[1], owner="somebody", masks_padding=True)  # which has echo alone
+    equal = StandIn(untied, masks_padding=True)
+    of_student = ["--loss=reverse_kl", "--loss_topk=7", "--loss_topk_of=student"]
+    with first.running(), second.running(), hosted.running(), equal.running():
+        others = {
+            "alm": ["--loss=alm", f"--teacher={models[1]}"],
+            "echo": ["--loss=alm", *from_server(hosted, models, 0)],
+            "whole": [*of_student, f"--teacher={untied}"],
+            "given": [*of_student, *from_server(equal, [None, untied])]}
         commands = [[*common, *from_model(models), f"--output_dir={tmp_path / 'live'}"]]
+        commands += [[*common, *flags, f"--output_dir={tmp_path / name}"]
+                     for name, flags in others.items()]
         for server, more in ((first, "--save_every=2"), (second, "--steps=6")):
             commands.append([*common, *from_server(server, models), more,
                              f"--output_dir={tmp_path / 'served'}"])
         for codes, message in ranks.run(2, run_with_key, *commands):
-            assert codes == [0, 0, 0] and KEY not in message, message
+            assert codes == [0] * 7 and KEY not in message, message
     assert not first.faults and second.requests
     for _, headers, _ in first.requests + second.requests:
         assert headers["Authorization"] == f"Bearer {KEY}"
@@ -158,6 +224,14 @@ def test_a_job_with_a_server_is_one_with_the_same_teacher_here(models, texts, tm
     ours = jobs.losses_of(tmp_path / "served", -1)
     check_same([line for line in ours if line["step"] <= 4], jobs.losses_of(tmp_path / "live", -1))
     assert ours[-1]["step"] == 6
+    for name, teacher in (("echo", "alm"), ("given", "whole")):
+        ours, expected = [jobs.losses_of(tmp_path / run, -1) for run in (name, teacher)]
+        assert all(line["eval/teacher_accuracy"] is None for line in ours if "eval/kd" in line)
+        for line in ours + expected:
+            for unknown in ("eval/teacher_accuracy", "eval/teacher_entropy", "eval/top1_agreement",
+                            "teacher_output_bytes"):
+                line.pop(unknown, None)
+        check_same(ours, expected)
 
 
 def run_ahead(argv):
@@ -219,6 +293,11 @@ def test_what_does_not_fit_ends_with_one_line(models, untied, texts, tmp_path):
     few = StandIn(models[1], max_logprobs=20)
     short = StandIn(models[1], context=100)
     other = StandIn(untied)  # a smaller vocabulary
+    hosted = StandIn(models[1], owner="somebody", context=None)
+    sglang = StandIn(untied, owner="sglang")
+    equal = StandIn(untied, max_logprobs=30)
+    of_student = {"teacher": equal, "teacher_tokenizer": str(untied), "loss": "reverse_kl",
+                  "loss_topk": 9, "loss_topk_of": "student", "teacher_output_topk": 20}
     cases = [
         ({}, "nothing is wrong"),
         ({"teacher_max_length": 256}, "nothing is wrong"),
@@ -234,10 +313,29 @@ def test_what_does_not_fit_ends_with_one_line(models, untied, texts, tmp_path):
          "nothing is wrong"),
         ({"teacher_tokenizer": ""}, "name the directory or hub id of its tokenizer"),
         ({"teacher": str(models[1])}, "is for the address of a server as --teacher"),
-        ({"loss": "gold"}, "256 most likely tokens alone with --loss gold: this loss reads all"),
+        ({"loss": "gold"}, "256 most likely tokens alone with --loss gold: this loss reads others"),
         ({"loss": "reverse_kl"}, "between two tokenizers"),
         ({"teacher_output": "logits"}, "leave out --teacher_output logits"),
         ({"teacher_weights": "entropy"}, "its entropy is not known"),
+        ({"teacher_output_topk": 0}, "gives the text's own tokens alone with --loss piece_kl"),
+        ({"teacher_output_topk": 0, "loss": "alm", "teacher_weights": "max_prob"},
+         "its max_prob is not known"),
+        ({"teacher_output_topk": 0, "loss": "alm"}, "nothing is wrong"),
+        ({"teacher_output_topk": 0, "loss": "alm", "teacher": str(models[1]),
+          "teacher_tokenizer": "", "teacher_output": "topk"}, "is for the address of a server"),
+        ({"loss_topk": 9, "loss_topk_of": "student", "loss": "alm"}, "nothing is wrong"),
+        (of_student, "nothing is wrong"),
+        (of_student | {"teacher": good, "teacher_tokenizer": str(models[1])},
+         "of this teacher the tokens that it finds likely are kept"),
+        (of_student | {"teacher": str(untied), "teacher_tokenizer": "", "teacher_output": "topk"},
+         "of this teacher the tokens that it finds likely are kept"),
+        (of_student | {"loss_topk": 30}, "of 31, which is greater than max allowed: 30"),
+        (of_student | {"teacher": sglang}, "SGLang takes one list of tokens for a text"),
+        (of_student | {"temperature": 2.0}, "mass at temperature 1"),
+        (of_student | {"teacher_weights": "max_prob"}, "its max_prob is not known"),
+        (of_student | {"pipeline_parallel": 2}, "whose ranks hold shards of a text"),
+        ({"teacher": hosted}, "HTTP 400 unknown field prompt_logprobs"),
+        ({"teacher": hosted, "teacher_output_topk": 0, "loss": "alm"}, "nothing is wrong"),
         ({"temperature": 2.0}, "mass at temperature 1"),
         ({"temperature": 2.0, "loss": "alm"}, "nothing is wrong"),
         ({"teacher_tp": 2}, "which is for a model that this job loads"),
@@ -250,9 +348,9 @@ def test_what_does_not_fit_ends_with_one_line(models, untied, texts, tmp_path):
                  max_length=250, output_dir=str(tmp_path / "run"),
                  teacher_tokenizer=str(models[1]),
                  ds_config=jobs.ds_config(tmp_path / "ds.json", 0, 1, 1))
-    with good.running(), few.running(), short.running(), other.running():
+    with (good.running(), few.running(), short.running(), other.running(), hosted.running(),
+          sglang.running(), equal.running()):
         flags["teacher"] = good.url
-        for changes, _ in cases:
-            changes |= {key: value.url for key, value in changes.items() if key == "teacher"
-                        and isinstance(value, StandIn)}
+        cases = [({key: getattr(value, "url", value) for key, value in changes.items()}, expected)
+                 for changes, expected in cases]
         jobs.check_refusals(flags, cases)

@@ -1,5 +1,7 @@
 """A server is asked until it answers, and only what fits the question is taken for an answer."""
 
+import base64
+import io
 import json
 import socket
 
@@ -27,8 +29,9 @@ def servers(models):
     """Return {owner: StandIn} that answer for the same teacher."""
     vllm = StandIn(models[1])
     sglang = StandIn(models[1], owner="sglang")
-    with vllm.running(), sglang.running():
-        yield {"vllm": vllm, "sglang": sglang}
+    hosted = StandIn(models[1], owner="somebody")
+    with vllm.running(), sglang.running(), hosted.running():
+        yield {"vllm": vllm, "sglang": sglang, "somebody": hosted}
 
 
 @pytest.fixture
@@ -63,6 +66,78 @@ def test_an_answer_is_what_the_model_says(servers, owner):
             top = set(row.argsort()[-5:].tolist())
             assert set(tokens.tolist()) == top | {label} and len(tokens) == len(top | {label})
             np.testing.assert_allclose(likely.logp_E[end - count : end], row[tokens], atol=1e-5)
+
+
+@pytest.mark.parametrize("owner", ["vllm", "sglang", "somebody"])
+def test_of_the_text_alone_every_api_says_the_same(servers, owner):
+    source, model = asked(servers[owner])
+    servers[owner].requests.clear()
+    for ids, likely in zip(TEXTS, source.score(model, TEXTS, 0), strict=True):
+        expected = plain_logp(servers[owner], ids)[range(len(ids) - 1), ids[1:]]
+        assert likely.ids_E.tolist() == ids[1:] and likely.counts_N.tolist() == [1] * len(expected)
+        np.testing.assert_allclose(likely.logp_E, expected, atol=1e-5)
+    [(_, _, body)] = servers[owner].requests
+    assert ("echo" in body) == (owner == "somebody")
+
+
+def without_last(answers):  # as an API answers that writes nothing behind the text
+    for answer in answers:
+        for values in answer["logprobs"].values():
+            values.pop()
+
+
+def test_an_api_with_echo_may_write_behind_the_text_or_not(servers):
+    source, model = asked(servers["somebody"])
+    expected = source.score(model, TEXTS, 0)
+    servers["somebody"].faults = [without_last]
+    for likely, other in zip(source.score(model, TEXTS, 0), expected, strict=True):
+        assert all(map(np.array_equal, likely, other))
+
+
+@pytest.mark.parametrize(("fault", "expected"), [
+    (lambda answers: [without_last(answers) for _ in range(2)], "answers 4 positions of a text"),
+    (lambda answers: answers[0]["logprobs"]["token_logprobs"].extend([-1.0] * 2),
+     "answers 7 positions of a text of 5 tokens"),
+    (lambda answers: answers[1].update(logprobs=None), "or an API with echo"),
+    (lambda answers: answers[1]["logprobs"].pop("tokens"), "or an API with echo"),
+    (lambda answers: answers[0]["logprobs"]["token_logprobs"].__setitem__(2, None), "no numbers"),
+    (lambda answers: answers[0]["logprobs"]["tokens"].__setitem__(2, 7), "else than text"),
+])
+def test_an_echo_of_another_text_is_refused(servers, fault, expected):
+    source, model = asked(servers["somebody"])
+    servers["somebody"].faults = [fault]
+    with pytest.raises(DataError, match=expected):
+        source.score(model, TEXTS, 0)
+
+
+GIVEN = np.array([[5, 7], [9, 30], [30, 2], [499, 0]])
+
+
+def test_a_server_says_what_it_finds_of_the_tokens_that_are_given(server):
+    source, model = asked(server)
+    scores = source.score_given(model, TEXTS[0], GIVEN)
+    expected = np.take_along_axis(plain_logp(server, TEXTS[0]), GIVEN, 1)
+    np.testing.assert_allclose(scores, expected, atol=1e-5)
+
+
+@pytest.mark.parametrize("fault", [
+    lambda scores: scores[:-1], lambda scores: scores.astype(np.float64), lambda scores: scores.T,
+    lambda scores: scores.astype(object), lambda scores: np.asfortranarray(scores),
+    lambda scores: "no base 64!", lambda scores: "AAAA", lambda scores: "",
+    lambda scores: packed(scores, b"\x93NUMPY\x01\x00"), lambda scores: packed(scores)[:-16],
+])
+def test_given_tokens_of_another_shape_are_refused(server, fault):
+    source, model = asked(server)
+    server.faults = [fault]
+    with pytest.raises(DataError, match=r"no log-probabilities of the given tokens; expected vLLM"):
+        source.score_given(model, TEXTS[0], GIVEN)
+
+
+def packed(scores, magic=None):
+    """Return an array as vLLM sends it, or no more than the beginning of one."""
+    file = io.BytesIO()
+    np.save(file, scores)
+    return base64.b64encode(magic or file.getvalue()).decode()
 
 
 def test_what_may_pass_is_tried_again(server):

@@ -1,10 +1,13 @@
-"""A small server that answers as vLLM or SGLang do, with a model of transformers and faults."""
+"""A small server that answers as vLLM, SGLang or an API with echo, by a real model; and faults."""
 
+import base64
 import contextlib
+import io
 import json
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
+import numpy as np
 import torch
 
 POURED = {"drip": (b" ", 0.02), "endless": (b" " * 2**16, 0)}  # pieces, seconds between them
@@ -46,7 +49,8 @@ class StandIn:
 
     Attributes:
         url: its address.
-        owner: "vllm" or "sglang", whose answers it copies.
+        owner: "vllm" or "sglang", whose answers it copies; else it says of a text, by echo, the
+            log-probabilities of its own tokens and no more.
         max_logprobs, context: as the flags of vLLM.
         faults: what goes wrong with the next scoring requests: (status, text), "half", "hang",
             "drip", which sends a byte now and then, "endless", bytes that are the answer, or
@@ -108,6 +112,8 @@ class StandIn:
             self.most_at_once = max(self.most_at_once, self.at_once)
             fault = self.faults.pop(0) if self.faults else None
         try:
+            if path.endswith("/inference/v1/generate"):
+                return self.score_given(body, fault)
             return self.score(body, fault)
         finally:
             with self.lock:
@@ -119,9 +125,11 @@ class StandIn:
         if fault == "hang":
             self.closed.wait(60)
             return 200, b"{}", 0
-        asked = body.get("prompt_logprobs") or body.get("top_logprobs_num")
+        asked = body.get("prompt_logprobs") or body.get("top_logprobs_num") or 0
         texts = body.get("prompt") or body.get("input_ids")
         status, error = fault if isinstance(fault, tuple) else (400, self.refusal(texts, asked))
+        if self.owner not in ("vllm", "sglang") and "prompt_logprobs" in body:
+            error = "unknown field prompt_logprobs"
         if error:
             return status, json.dumps({"error": {"message": error, "code": status}}).encode(), 0
         answers = [self.answer(number, ids, asked) for number, ids in enumerate(texts)]
@@ -132,6 +140,26 @@ class StandIn:
         missing = len(content) // 2 if fault == "half" else 0
         return 200, content[: len(content) - missing], missing
 
+    @torch.no_grad()
+    def score_given(self, body, fault):
+        """Answer as vLLM does where each position of a text has tokens of its own."""
+        given = torch.tensor(body["sampling_params"]["prompt_logprob_token_ids"])
+        error = self.refusal([body["token_ids"]], given.shape[1])
+        if self.owner != "vllm" or error:
+            status = 400 if error else 404
+            return status, json.dumps({"error": error or "Not Found"}).encode(), 0
+        logits = self.model(torch.tensor([body["token_ids"]])).logits[0, :-1]
+        assert len(given) == len(logits), "one row for each position but the last"
+        if self.masks_padding:
+            logits[:, len(self.tokenizer) :] = -torch.inf
+        scores = logits.log_softmax(-1).gather(1, given).numpy()
+        if callable(fault):
+            scores = fault(scores)
+        file = io.BytesIO()
+        np.save(file, scores)
+        packed = scores if isinstance(scores, str) else base64.b64encode(file.getvalue()).decode()
+        return 200, json.dumps({"prompt_token_id_logprobs": packed}).encode(), 0
+
     def refusal(self, texts, asked):
         """Return what vLLM says of a request that it refuses, or None."""
         if asked > self.max_logprobs:
@@ -139,7 +167,7 @@ class StandIn:
                     f"{self.max_logprobs}")
         if max(map(max, texts)) >= self.model.config.vocab_size:
             return f"Token id {max(map(max, texts))} is out of vocabulary"
-        if max(map(len, texts)) + 1 > self.context:
+        if self.context and max(map(len, texts)) + 1 > self.context:
             return f"This model's maximum context length is {self.context} tokens"
         return None
 
@@ -157,7 +185,13 @@ class StandIn:
                 own.append([logp[t, label].item(), label, None])
                 pairs = zip(top.values[t].tolist(), top.indices[t].tolist())
                 tops.append([[value, token, None] for value, token in pairs])
-            return {"meta_info": {"input_token_logprobs": own, "input_top_logprobs": tops}}
+            meta = {"input_token_logprobs": own}
+            return {"meta_info": meta | ({"input_top_logprobs": tops} if asked else {})}
+        if self.owner != "vllm":  # the token that was written behind the text comes last
+            of_text = [logp[t, label].item() for t, label in enumerate(ids[1:])]
+            return {"index": index, "logprobs": {
+                "tokens": [self.tokenizer.decode([token]) for token in [*ids, 0]],
+                "token_logprobs": [None, *of_text, -0.5]}}
         positions = [None]
         for t, label in enumerate(ids[1:]):
             entries = {}

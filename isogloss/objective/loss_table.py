@@ -10,6 +10,7 @@ from functools import partial
 import torch
 
 from isogloss import losses
+from isogloss.flags.model_names import is_address
 from isogloss.models.compiler import loss_compiler, plain
 from isogloss.nodes import Tables, with_rest
 from isogloss.objective.token_weights import OF_ENTROPY, weighed_by_entropy
@@ -206,7 +207,11 @@ def build_divergence(cfg, pair, device, has_rest=False, *, divergence, flag_of):
     """Build a divergence: of positions where the tokenizers are equal, else of translated nodes."""
     parameters = {name: getattr(cfg, flag) for name, flag in flag_of.items()}
     compiler = loss_compiler(cfg.loss_backend, torch.device(device).type)
-    if pair.fingerprints[0] == pair.fingerprints[1]:
+    are_equal = pair.fingerprints[0] == pair.fingerprints[1]
+    if has_rest and cfg.follows_student and not (are_equal and is_address(cfg.teacher)):
+        raise ValueError("--loss_topk_of student: of this teacher the tokens that it finds likely "
+                         "are kept; keep hidden states, or leave it out")
+    if are_equal:
         return build_per_position(divergence, parameters, has_rest, compiler)
     unbounded = divergence in (losses.reverse_kl, losses.adaptive_kl)
     if has_rest and (unbounded or parameters.get("beta") == 1):
@@ -313,8 +318,8 @@ class LossSpec:
         needs: what it works on: "spellings", "projection" or "chunks".
         flags: flags of config.py that it reads; they may differ for each of several teachers.
         columns: it compares only the `--projection_topk` most important teacher columns.
-        truncated: how it reads truncated rows: "softened" by --temperature, "plain", or "": it is
-            not defined on them.
+        truncated: how it reads truncated rows: "softened" by --temperature, of the "text" the
+            probabilities alone, or "": it is not defined on them.
         linear_unless: a flag; where it is not set, the gradient is linear in the teacher's
             probabilities, so that estimates of these without bias will do. "": it never is.
         live_copies: how often the logits of a sub-tile are in a GPU's memory at the peak of the
@@ -373,7 +378,7 @@ LOSSES: dict[str, LossSpec] = {
     "uld": per_chunk(losses.uld, live_copies=5.2),
     "hybrid_uld": LossSpec(
         build_hybrid_uld, "projection", ("temperature", "projection", "matched_weight")),
-    "alm": per_chunk(losses.alm, "plain", live_copies=2.2, mode="alm_mode"),
+    "alm": per_chunk(losses.alm, "text", live_copies=2.2, mode="alm_mode"),
     "forward_kl": divergence_loss(losses.forward_kl, 6.3),
     "reverse_kl": divergence_loss(losses.reverse_kl, 6.7),
     "generalized_jsd": divergence_loss(losses.generalized_jsd, 7.4, beta="jsd_beta"),

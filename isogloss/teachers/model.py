@@ -185,6 +185,9 @@ class ModelSpec(TeacherSpec):
     def check(cls, cfg):
         if cfg.teacher_output == "topk":
             cfg.check_truncated("--teacher_output topk")
+            if not cfg.teacher_output_topk:
+                raise ValueError("--teacher_output_topk 0: is for the address of a server as "
+                                 "--teacher; expected 1 or more")
 
     @classmethod
     def encoder(cls, cfg, load, student, roles):

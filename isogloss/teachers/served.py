@@ -9,6 +9,7 @@ Shapes: N positions of a text, M tokens that an answer names at one, K kept, T p
 
 from collections import deque
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import ClassVar
 
 import numpy as np
@@ -38,36 +39,40 @@ PROBE = ("The quick brown fox, 1234567890 times!\n\tdef main(x):\n        return
 # --- before the first step ------------------------------------------------------------------------
 
 
-def check_server(url, timeout, top_k, encoder, model_vocab, max_length):
+def check_server(spec, encoder, model_vocab, max_length):
     """Return the positions that a text may have on a server, None: as many as the model reads.
 
     All ranks reach the server; rank 0 lets it score a text.
 
     Args:
-        timeout: seconds, see `text_server.TextServer`.
+        spec: ServedSpec.
         encoder: TextEncoder of the tokenizer that --teacher_tokenizer names.
         model_vocab: tokens of the model, which may be more than the tokenizer's.
         max_length: what --teacher_max_length says; 0: as many as both allow.
     Raises:
         ValueError: what the server said, what was expected.
     """
-    server = TextServer(url, min(timeout, START_TIMEOUT), api_key())
+    server = TextServer(spec.path, min(spec.timeout, START_TIMEOUT), api_key())
     model = server.describe()
     limit = None if model.context is None else model.context - SPARE
     if limit is not None and max(max_length, 2) > limit:
         raise ValueError(
-            f"--teacher_max_length {max_length}: {url} takes {model.context} tokens, so {limit} "
-            "positions of a text; use no more, or start the server with a larger --max-model-len")
+            f"--teacher_max_length {max_length}: {spec.path} takes {model.context} tokens, so "
+            f"{limit} positions of a text; use no more, or start the server with a larger "
+            "--max-model-len")
     if dist.get_rank() == 0:
-        check_answer(server, model, top_k, encoder, model_vocab, limit)
+        ids = encoder.encode([PROBE])[0][: None if limit is None else limit + 1]
+        check_answer(server, model, spec.output_topk, encoder, model_vocab, ids)
+        if spec.num_given:
+            given_NK = np.tile(np.arange(spec.num_given), (len(ids) - 1, 1))
+            scored_given(server, model, ids, given_NK, spec.vocab, model_vocab)
     return limit
 
 
-def check_answer(server, model, top_k, encoder, model_vocab, limit):
+def check_answer(server, model, top_k, encoder, model_vocab, ids):
     """Raise a ValueError where what a server says of a text does not fit this tokenizer."""
-    ids = encoder.encode([PROBE])[0][: None if limit is None else limit + 1]
     [likely] = server.score(model, [ids.tolist()], min(top_k, model_vocab))
-    checked_scores(server, likely, ids[1:], top_k, len(encoder.table), model_vocab)
+    checked_scores(server, scored_text, likely, ids[1:], top_k, len(encoder.table), model_vocab)
     # a server that is asked with ids reads any vocabulary of this size
     others, compared = other_spellings(encoder.tokenizer, ids[1:].tolist(), likely.spelled)
     if others > compared / 2:
@@ -91,14 +96,10 @@ def other_spellings(tokenizer, ids, spelled):
 # --- answers --------------------------------------------------------------------------------------
 
 
-def checked_scores(server, likely, labels_N, top_k, vocab, model_vocab):
-    """Return what `scored_text` makes of an answer.
-
-    Raises:
-        DataError: it makes nothing.
-    """
+def checked_scores(server, function, *arguments):
+    """Return what a function makes of an answer; a DataError where it makes nothing."""
     try:
-        return scored_text(likely, labels_N, top_k, vocab, model_vocab)
+        return function(*arguments)
     except ValueError as error:
         raise server.error(str(error)) from None
 
@@ -111,7 +112,8 @@ def scored_text(likely, labels_N, top_k, vocab, model_vocab):
     Args:
         likely: text_server.Likely, in which each label occurs.
         labels_N: (N,) int64, the token that each position predicts.
-        top_k: most likely tokens that the server was asked for, or that its model has.
+        top_k: most likely tokens that the server was asked for, or that its model has.  0: of all
+            but the label's probability the scores say nothing.
         vocab: tokens of the tokenizer: others, by which an lm_head is padded, never come.
         model_vocab: tokens of the model.
     Raises:
@@ -125,9 +127,7 @@ def scored_text(likely, labels_N, top_k, vocab, model_vocab):
         raise ValueError(f"names {likely.counts_N.min()} tokens of a position, {asked} were asked "
                          "for; ask for fewer with --teacher_output_topk")
     ids_NM, logp_NM = as_rows(likely)
-    if not (logp_NM < SLACK).all():  # nor NaN
-        raise ValueError("its log-probabilities are above 0, or no numbers; let vLLM answer with "
-                         "--logprobs-mode raw_logprobs")
+    check_logp(logp_NM)
     padding = np.exp(np.where(ids_NM >= vocab, logp_NM, -np.inf)).sum(1)
     logp_NM = np.where(ids_NM >= vocab, -np.inf, logp_NM) - np.log1p(-padding)[:, None]
     is_label = ids_NM == labels_N[:, None]
@@ -145,17 +145,37 @@ def scored_text(likely, labels_N, top_k, vocab, model_vocab):
     beside = ((top_ids == labels_N[:, None]) & ~is_short).any(1)
     events = np.concatenate([np.where(is_short, -np.inf, top_logp),
                              np.where(beside, -np.inf, label_logp)[:, None]], 1)
-    rest = rest_of(events, top_logp[:, -1], model_vocab - asked)
+    rest = rest_of(events, top_logp[:, -1:].min(1, initial=np.inf), model_vocab - asked)
     events = np.concatenate([events, rest[:, None]], 1)
     mass = np.exp(events)
+    kept_ids = np.concatenate([top_ids, labels_N[:, None]], 1)
+    kept_logp = np.concatenate([top_logp, label_logp[:, None]], 1)
     scores = TextScores(
         logp_T=as_float(label_logp), entropy_T=as_float(-(mass * events.clip(FLOOR)).sum(1)),
-        max_logp_T=as_float(top_logp[:, 0]), correct_T=as_float(top_ids[:, 0] == labels_N))
-    rows = TopKLogits(
-        torch.from_numpy(np.concatenate([top_ids, labels_N[:, None]], 1)).int(),
-        as_float(np.concatenate([top_logp, label_logp[:, None]], 1)), vocab, as_float(rest),
-        torch.zeros(len(labels_N)))  # of logits whose scale is not known
+        max_logp_T=as_float(kept_logp[:, 0]), correct_T=as_float(kept_ids[:, 0] == labels_N))
+    rows = TopKLogits(torch.from_numpy(kept_ids).int(), as_float(kept_logp), vocab, as_float(rest),
+                      torch.zeros(len(labels_N)))  # of logits whose scale is not known
     return ScoredLogits(rows, scores)
+
+
+def scored_given(server, model, ids, given_NK, vocab, model_vocab):
+    """Ask about a text; return its ScoredLogits, whose scores say nothing but the label's.
+
+    Args:
+        ids: (N + 1,) int64; given_NK: (N, K) int64, different ones at each position, which the rows
+            keep; all others are one event.
+    Others and Raises: see `scored_text`.
+    """
+    asked_NL = np.concatenate([given_NK, ids[1:, None]], 1)
+    logp_NL = server.score_given(model, ids.tolist(), asked_NL).astype(np.float64)
+    checked_scores(server, check_logp, logp_NL)
+    num_others = model_vocab - given_NK.shape[1]
+    rest = checked_scores(server, rest_of, logp_NL[:, :-1], np.inf, num_others)
+    logp_NL = as_float(logp_NL.clip(FLOOR))
+    nothing = torch.zeros(len(rest))
+    rows = TopKLogits(torch.from_numpy(given_NK).int(), logp_NL[:, :-1], vocab, as_float(rest),
+                      nothing)
+    return ScoredLogits(rows, TextScores(logp_NL[:, -1], nothing, nothing, nothing))
 
 
 def as_rows(likely):
@@ -171,6 +191,13 @@ def as_rows(likely):
     return ids, logp
 
 
+def check_logp(logp):
+    """Raise a ValueError where numbers are no log-probabilities."""
+    if not (logp < SLACK).all():  # nor NaN
+        raise ValueError("its log-probabilities are above 0, or no numbers; let vLLM answer with "
+                         "--logprobs-mode raw_logprobs")
+
+
 def rest_of(events_NM, least_N, num_others):
     """Return (N,) the log-probability of all tokens but those that events are; -inf: of none.
 
@@ -178,7 +205,7 @@ def rest_of(events_NM, least_N, num_others):
     others is more likely than the least of the most likely tokens.
 
     Args:
-        least_N: log-probability of that one.
+        least_N: log-probability of that one; inf: no most likely one is known.
         num_others: tokens that no event is.
     Raises:
         ValueError: the events have no probabilities.
@@ -205,9 +232,10 @@ class ServedSpec(TeacherSpec):
     """Describe a server, whose address is the path.
 
     Attributes:
-        output_topk: tokens that it names of each position.
+        output_topk: tokens that it names of each position; 0: the text's own alone.
         tokenizer: hub id or directory of the model's tokenizer and config.
         timeout, connections: see `text_server.TextServer` and `Requests`.
+        num_given: see TeacherSpec.
         sequence_parallel_size: neighboring ranks that hold shards of the same texts.
         trust_remote_code: run the Python code that comes with the tokenizer.
     """
@@ -216,12 +244,21 @@ class ServedSpec(TeacherSpec):
     tokenizer: str = ""
     timeout: float = 600.0
     connections: int = 8
+    num_given: int = 0
     sequence_parallel_size: int = 1
     trust_remote_code: bool = False
 
     lasting_name: ClassVar[str] = "served"  # a server may move
     only_output: ClassVar[str] = "topk"
-    asks_ahead = True
+
+    @property
+    def asks_ahead(self):
+        return not self.num_given
+
+    @property
+    def unknown_metrics(self):
+        names = "teacher_accuracy", "teacher_entropy", "top1_agreement"
+        return () if self.output_topk else names
 
     @classmethod
     def takes(cls, cfg):
@@ -234,12 +271,23 @@ class ServedSpec(TeacherSpec):
         super().check(cfg)
         refuse(cfg, where, {"teacher_cache": "which takes its place"})
         gives = f"{where} gives the {cfg.teacher_output_topk} most likely tokens alone"
+        unknown = ["entropy"]
+        ways = "softened", "text"
+        if cfg.follows_student:
+            gives = f"{where} with --loss_topk_of student gives these tokens alone"
+            refuse(cfg, f"{where} and --loss_topk_of student", dict.fromkeys(
+                ("sequence_parallel", "pipeline_parallel"), "whose ranks hold shards of a text"))
+        elif not cfg.teacher_output_topk:
+            gives = f"{where} with --teacher_output_topk 0 gives the text's own tokens alone"
+            ways = ("text",)
+        if cfg.follows_student or not cfg.teacher_output_topk:
+            unknown += ["max_prob", "mean_p", "mean_logits"]
         if cfg.teacher_output == "logits":
             raise ValueError(f"{gives}; leave out --teacher_output logits")
-        cfg.check_truncated(gives)
-        if cfg.teacher_weights == "entropy":
-            raise ValueError(f"{gives}, so its entropy is not known; use another --teacher_weights "
-                             "than entropy, such as ce")
+        cfg.check_truncated(gives, ways)
+        if cfg.teacher_weights in unknown:
+            raise ValueError(f"{gives}, so its {cfg.teacher_weights} is not known; use another "
+                             f"--teacher_weights than {cfg.teacher_weights}, such as ce")
         if cfg.softens_truncated:
             raise ValueError(f"{gives}, and of all others their mass at temperature 1; leave out "
                              f"--temperature {cfg.temperature}")
@@ -252,16 +300,19 @@ class ServedSpec(TeacherSpec):
             ValueError: see `check_server`.
         """
         encoder, config = load()
-        limit = check_server(cfg.teacher, cfg.teacher_timeout, cfg.teacher_output_topk, encoder,
-                             config.vocab_size, cfg.teacher_max_length)
+        limit = check_server(cls.of(cfg, encoder, "cpu"), encoder, config.vocab_size,
+                             cfg.teacher_max_length)
         return replace(encoder, max_length=min(encoder.max_length, limit or encoder.max_length))
 
     @classmethod
     def of(cls, cfg, encoder, device, student=None):
+        vocab = len(encoder.table)
         return cls(
-            path=cfg.teacher, vocab=len(encoder.table), device=device, output="topk",
-            output_topk=cfg.teacher_output_topk, tokenizer=cfg.teacher_tokenizer,
-            timeout=cfg.teacher_timeout, connections=cfg.teacher_connections,
+            path=cfg.teacher, vocab=vocab, device=device, output="topk",
+            output_topk=0 if cfg.follows_student else cfg.teacher_output_topk,
+            num_given=min(cfg.loss_topk, vocab) if cfg.follows_student else 0,
+            tokenizer=cfg.teacher_tokenizer, timeout=cfg.teacher_timeout,
+            connections=cfg.teacher_connections,
             sequence_parallel_size=cfg.sequence_parallel, trust_remote_code=cfg.trust_remote_code)
 
     def load(self):
@@ -294,9 +345,18 @@ class ServedTeacher(TeacherSource):
             self.group = join_sequence_group(spec.sequence_parallel_size)
 
     def request(self, batch):
-        """Ask about the texts of a TeacherBatch."""
+        """Ask about the texts of a TeacherBatch, once it is known about which tokens."""
+        if batch.given is not None or not self.spec.num_given:
+            self._begin(batch)
+
+    def _begin(self, batch):
         texts = self._local(batch_texts(batch))
-        self.pending.append((texts, self._ask([text.tokens for text in texts])))
+        if batch.given is None:
+            futures = self._ask([text.tokens for text in texts])
+        else:
+            given = batch.given.cpu()
+            futures = [self.requests.submit(self._score_given, text, given) for text in texts]
+        self.pending.append((texts, futures))
 
     def targets(self, batch):
         """Return the logits of a TeacherBatch; positions that belong to no text hold zeros.
@@ -305,7 +365,7 @@ class ServedTeacher(TeacherSource):
             DataError: the server does not answer, or not to what it was asked.
         """
         if not self.pending:
-            self.request(batch)
+            self._begin(batch)
         texts, futures = self.pending.popleft()
         expected = self._local(batch_texts(batch))
         assert len(texts) == len(expected) and all(
@@ -330,7 +390,7 @@ class ServedTeacher(TeacherSource):
         """Return Futures of lists of ScoredLogits, in the order of the texts."""
         top_k = min(self.spec.output_topk, self.model_vocab)
         futures = []
-        for group in groups_of(texts, MOST_ENTRIES // top_k):
+        for group in groups_of(texts, MOST_ENTRIES // max(top_k, 1)):
             futures.append(self.requests.submit(self._score, group, top_k))
         return futures
 
@@ -340,16 +400,20 @@ class ServedTeacher(TeacherSource):
         scored = []
         for text, likely in zip(texts, answers):
             labels = np.asarray(text[1:])
-            scored.append(checked_scores(self.server, likely, labels, self.spec.output_topk,
-                                         self.spec.vocab, self.model_vocab))
+            scored.append(checked_scores(self.server, scored_text, likely, labels,
+                                         self.spec.output_topk, self.spec.vocab, self.model_vocab))
         return scored
+
+    def _score_given(self, text, given_TK):
+        """Return the ScoredLogits of a BatchText, in a list; runs in a thread."""
+        given_NK = given_TK[text.positions].numpy()
+        return [scored_given(self.server, self.model, text.tokens.numpy(), given_NK,
+                             self.spec.vocab, self.model_vocab)]
 
     def _joined(self, futures):
         width = min(self.spec.output_topk, self.spec.vocab) + 1
-        scored = [ScoredLogits.empty(width, self.spec.vocab)]  # there may be no text
-        for future in futures:
-            scored += future.result()
-        return ScoredLogits.joined(scored)
+        scored = list(chain.from_iterable(future.result() for future in futures))
+        return ScoredLogits.joined(scored or [ScoredLogits.empty(width, self.spec.vocab)])
 
     def _shared(self, scored):
         """Return what the ranks of a sequence group were told together."""

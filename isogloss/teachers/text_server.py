@@ -1,13 +1,17 @@
 """Ask a server over HTTP what its model says of texts: token ids in, likely tokens out.
 
-Two servers can say it of the tokens of a prompt, each in its way:
+Servers say it of the tokens of a prompt, each in its way:
 
     vLLM    POST /v1/completions, whose extension `prompt_logprobs` takes the number of tokens
     SGLang  POST /generate with `return_logprob`; its /v1/completions answers without token ids
+    others  as vLLM; of the text's own tokens alone by `echo`, as hosted APIs say it
 
-`/v1/models` tells them apart by `owned_by`, and says how long a prompt may be.  Any other server
-that speaks as vLLM does will do.  An error that may pass (no connection, half an answer, a status
-from 500 on) is tried again, with pauses that double, until the time-out.
+Of tokens that are given for each position vLLM alone says it, at POST /inference/v1/generate with
+`prompt_logprob_token_ids`.
+`/v1/models` tells servers apart by `owned_by`, and says how long a prompt may be.
+
+An error that may pass (no connection, half an answer, a status from 500 on) is tried again, with
+pauses that double, until the time-out.
 
 Nothing that a server sends is believed: an answer has a time and a size, and every field of it a
 type and a range.
@@ -18,6 +22,8 @@ Shapes: N tokens of a prompt behind its first, E tokens named in an answer, of a
 """
 
 import asyncio
+import base64
+import io
 import itertools
 import json
 import os
@@ -161,7 +167,8 @@ class TextServer:
 
         Args:
             texts: lists of token ids, of two or more.
-            top_k: most likely tokens of each position; the text's own come beside them.
+            top_k: most likely tokens of each position; the text's own come beside them.  0: these
+                alone.
         Raises:
             DataError: the time is over, or the answer is not what was asked for.
         """
@@ -173,14 +180,15 @@ class TextServer:
             answers = self._ask("POST", "/generate", body, most_bytes, expected=list)
             read = of_sglang
         else:
-            body = {"model": model.name, "prompt": texts, "max_tokens": 1, "temperature": 0,
-                    "prompt_logprobs": top_k}
+            body = {"model": model.name, "prompt": texts, "max_tokens": 1, "temperature": 0}
+            has_ids = top_k or model.owner == "vllm"
+            body |= {"prompt_logprobs": top_k} if has_ids else {"echo": True, "logprobs": 1}
             answers = self._ask("POST", "/v1/completions", body, most_bytes).get("choices")
-            read = of_vllm
+            read = of_vllm if has_ids else of_echo
         try:
             if len(answers) != len(texts):
                 raise ValueError(f"{len(answers)} answers to {len(texts)} texts")
-            if read is of_vllm:
+            if read is not of_sglang:
                 answers = sorted(answers, key=lambda answer: answer["index"])
                 if [answer["index"] for answer in answers] != list(range(len(texts))):
                     raise ValueError("its choices have other indices than the texts")
@@ -190,7 +198,32 @@ class TextServer:
                              "there") from None
         except (KeyError, TypeError, AttributeError, IndexError):
             raise self.error("its answer has no log-probabilities of the prompt; expected vLLM "
-                             "(with prompt_logprobs) or SGLang") from None
+                             "(with prompt_logprobs), SGLang or an API with echo") from None
+
+    def score_given(self, model, ids, given_NK):
+        """Return (N, K) float32 log-probabilities of tokens given for N positions of a text.
+
+        Args:
+            ids: N + 1 of them; given_NK: int64 array.
+        Raises: as above.
+        """
+        if model.owner == "sglang":
+            raise self.error("SGLang takes one list of tokens for a text, not one for each "
+                             "position; ask vLLM, or leave out --loss_topk_of student")
+        params = {"max_tokens": 1, "temperature": 0, "prompt_logprob_token_ids": given_NK.tolist()}
+        body = {"model": model.name, "token_ids": ids, "sampling_params": params}
+        answer = self._ask(
+            "POST", "/inference/v1/generate", body, MOST_BYTES + BYTES_PER_ENTRY * given_NK.size)
+        try:
+            file = io.BytesIO(base64.b64decode(answer["prompt_token_id_logprobs"], validate=True))
+            version = np.lib.format.read_magic(file)
+            header = np.lib.format.read_array_header_1_0(file)
+            if (version, *header) != ((1, 0), given_NK.shape, False, np.float32):
+                raise ValueError("an array of another shape or type")
+            return np.frombuffer(file.read(), np.float32).reshape(given_NK.shape)
+        except (KeyError, TypeError, ValueError):
+            raise self.error("its answer has no log-probabilities of the given tokens; expected "
+                             "vLLM, 0.32 or newer, with --enable-scale-out") from None
 
     def error(self, what):
         """Return a DataError of one line, without the key."""
@@ -292,11 +325,11 @@ def _words(content):
 
 def _advice(status, content):
     """Return what to do about an error, as far as its words tell."""
-    if status in (401, 403):
+    if status in (401, 403) and b"--enable" not in content:
         return f"; put its key into the variable {KEY_VARIABLE}"
     if b"max allowed" in content and b"logprobs" in content:
         return ("; start the server with --max-logprobs of at least as many, or ask for fewer with "
-                "--teacher_output_topk")
+                "--teacher_output_topk or --loss_topk")
     return ""
 
 
@@ -334,7 +367,7 @@ def of_sglang(answer, ids):
     """
     meta = answer["meta_info"]
     labels = _about(meta["input_token_logprobs"], ids)
-    tops = _about(meta["input_top_logprobs"], ids)
+    tops = _about(meta.get("input_top_logprobs", [()] * len(ids)), ids)  # none were asked for
     entries = []
     counts = []
     for label, top, expected in zip(labels, tops, ids[1:]):
@@ -344,6 +377,19 @@ def of_sglang(answer, ids):
         counts.append(1 + len(others))
     return _likely([entry[1] for entry in entries], [entry[0] for entry in entries],
                    np.array(counts, np.int64), [label[2] for label in labels])
+
+
+def of_echo(choice, ids):
+    """Return the Likely, of the text's own tokens alone, of a choice that repeats the prompt.
+
+    Its `logprobs` have `tokens`, spelled, and `token_logprobs`, null for the first one: those of
+    the prompt, and mostly of the token that was written behind it.  Raises: as above.
+    """
+    logp = choice["logprobs"]["token_logprobs"]
+    end = -1 if len(logp) > len(ids) else None
+    logp = _about(logp[:end], ids)
+    spelled = _about(choice["logprobs"]["tokens"][:end], ids)
+    return _likely(ids[1:], logp, np.ones(len(logp), np.int64), spelled)
 
 
 def _likely(token_ids, logp, counts_N, spelled):

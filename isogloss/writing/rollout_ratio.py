@@ -5,6 +5,7 @@ Tests: tests/test_on_policy.py.
 
 import math
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -14,39 +15,24 @@ from isogloss.job.counts import Sums, mean_of
 from isogloss.job.sequence_group import halo_values
 from isogloss.losses import at_least_float32
 from isogloss.policy_losses import prefix_ratio
+from isogloss.targets import without_gradient
 from isogloss.teachers.protocol import BLOCK
 
 
-class LabelLogp:
-    """Tell `StudentWithLoss` to return the log-probability of each label, 0 where there is none."""
-
-    def __init__(self, labels_BS):
-        self.labels_BS = labels_BS
-
-    def reduce(self, student_logits):
-        """Return (B, S) float32."""
-        labels = self.labels_BS.flatten()
-        logp = torch.zeros(len(labels), device=labels.device)
-        positions = (labels >= 0).nonzero().squeeze(1)
-        for block in positions.split(BLOCK):
-            logp_NV = at_least_float32(student_logits(block)).log_softmax(-1)
-            logp[block] = logp_NV.gather(1, labels[block][:, None]).squeeze(1).float()
-        return logp.view_as(self.labels_BS)
+def label_logp(labels_BS, student_logits):
+    """Return (B, S) float32, the log-probability of each label, 0 where there is none."""
+    labels = labels_BS.flatten()
+    logp = torch.zeros(len(labels), device=labels.device)
+    positions = (labels >= 0).nonzero().squeeze(1)
+    for block in positions.split(BLOCK):
+        logp_NV = at_least_float32(student_logits(block)).log_softmax(-1)
+        logp[block] = logp_NV.gather(1, labels[block][:, None]).squeeze(1).float()
+    return logp.view_as(labels_BS)
 
 
 def current_logp(student, batch):
-    """Return (B, S) log-probabilities of a StudentBatch's labels; all ranks take part.
-
-    Args:
-        student: `engine.StudentRunner`.
-    Returns:
-        None where another rank of the pipeline has them.
-    """
-    student.engine.eval()
-    with torch.no_grad():
-        [logp_BS] = student.reduce([batch], [LabelLogp(batch.labels)])
-    student.engine.train()
-    return logp_BS
+    """Return the `label_logp` of a StudentBatch by today's weights; see `without_gradient`."""
+    return without_gradient(student, batch, partial(label_logp, batch.labels))
 
 
 @dataclass
