@@ -36,7 +36,7 @@ from isogloss.data import open_data, order
 from isogloss.data.batch import Collator, PairOptions
 from isogloss.data.checks import check_column, has_text, lengths_of
 from isogloss.data.ends import load_generation, stop_ids
-from isogloss.data.long_texts import MOST_CHARACTERS, fits, leave_out_tail
+from isogloss.data.long_texts import MOST_CHARACTERS, fits, leave_out_tails
 from isogloss.data.mixture import Mixture, Source, seed_of, sources_of
 from isogloss.data.rollouts import SkippedPrompt, build_prompter
 from isogloss.data.sample import TextEncoder
@@ -490,7 +490,7 @@ def check_long_texts(cfg, dataset, reader, encoders):
     for number in longest.tolist():
         text = reader(dataset[number], number).content
         if isinstance(text, str) and cfg.aligner != "dp":
-            text = leave_out_tail(text, encoders[0], encoders[1:])
+            [(text, _)] = leave_out_tails([text], encoders[0], encoders[1:])
         if isinstance(text, str) and not fits(text):
             raise DataError(
                 f"--data {reader.source}: row {number} of {reader.text_key!r} has {len(text)} "
