@@ -56,7 +56,7 @@ from isogloss.models import pretrained
 from isogloss.models.adapters import student_adapter
 from isogloss.projection_tools.tokenizers import load_tokenizer
 from isogloss.student.ds_config import batch_sizes, read_ds_config, resolve_ds_config
-from isogloss.student.ds_engine import check_with_deepspeed
+from isogloss.student.ds_engine import check_with_deepspeed, compiles_adam
 from isogloss.student.router import router_weight
 from isogloss.student.stages import check_pipeline_layout
 from isogloss.student.ulysses import check_sequence_layout
@@ -186,7 +186,9 @@ def check_inputs(cfg, device, roles=None):
         check_sequence_layout(cfg.sequence_parallel, num_ranks, student_config)
     if cfg.pipeline_parallel > 1:
         check_pipeline_layout(cfg, student_config, raw_ds_config, num_ranks, roles)
-    ds_config = resolve_ds_config(raw_ds_config, cfg, num_ranks, student_config.hidden_size, bf16)
+    facts = num_ranks, student_config.hidden_size, bf16
+    adam = {"on_gpu": device.type == "cuda", "compiles_adam": compiles_adam()}
+    ds_config = resolve_ds_config(raw_ds_config, cfg, *facts, **adam)
     if cfg.quantize and ds_config.get("zero_optimization", {}).get("stage") == 3:
         raise ValueError(f"--quantize {cfg.quantize}: {cfg.ds_config} has ZeRO-3, which cuts "
                          "weights, and these are packed; use stage 0, 1 or 2")
@@ -195,8 +197,7 @@ def check_inputs(cfg, device, roles=None):
     data = load_data(cfg, student, encoders)
     if cfg.epochs:
         cfg.steps = steps_of_epochs(cfg, data, raw_ds_config)
-        ds_config = resolve_ds_config(
-            raw_ds_config, cfg, num_ranks, student_config.hidden_size, bf16)
+        ds_config = resolve_ds_config(raw_ds_config, cfg, *facts, **adam)
     # a teacher of some rows needs to know no others
     for teacher_cfg in configs_by_teacher(cfg).values() if encoders and not cfg.has_routes else ():
         teacher_cfg.teacher_kind.check_data(teacher_cfg, data.parts())
