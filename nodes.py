@@ -167,12 +167,23 @@ class _Begun(NamedTuple):
     @classmethod
     def of(
         cls, row_K: Tensor, level: Tensor, low: Tensor, high: Tensor, tables: Tables
-    ) -> tuple["_Begun", Segments, Tensor]:
-        """Return (_Begun, all tokens of each node, with which student token each goes on or -1)."""
-        nodes, place_E = Ranges.of(low, high).list()
-        next_E = tables.pieces_W[tables.order_W[place_E], level[nodes.of_E]]
+    ) -> "_Begun":
+        # a text has the same words again and again, and thousands of tokens begin like a space
+        stride = len(tables.order_W) + 1
+        range_U, number_K = torch.unique((level * stride + low) * stride + high,
+                                         return_inverse=True)
+        distinct_low = range_U // stride % stride
+        nodes, next_E = _list_begun(distinct_low, range_U % stride, range_U // stride**2, tables)
         num_ended = F.pad((next_E < 0).cumsum(0), (1, 0))[nodes.start_K].diff()
-        return cls(row_K, level, low, high, num_ended), nodes, next_E
+        return cls(row_K, level, low, high, num_ended[number_K])
+
+
+def _list_begun(
+    low: Tensor, high: Tensor, level: Tensor, tables: Tables
+) -> tuple[Segments, Tensor]:
+    """Return (all tokens of each node of a _Begun, with which student token each goes on or -1)."""
+    nodes, place_E = Ranges.of(low, high).list()
+    return nodes, tables.pieces_W[tables.order_W[place_E], level[nodes.of_E]]
 
 
 class Continuations(NamedTuple):
@@ -384,12 +395,12 @@ def nodes_of_chunks(
     roots = _list_roots(chunks, student_ids, student_next, teacher_next, teacher_ended, tables)
     before = _list_before(roots, tables)
     ranges = _choice_ranges(roots, teacher_next, tables, teacher_follows)
-    choices = _list_choices(roots, before[1:], ranges, tables)
+    choices = _list_choices(roots, before, ranges, tables)
     insides, inside = _list_insides(chunks, student_next, teacher_next, tables)
     rests = _list_rests(chunks, teacher_next)
-    bounds = _bounds((roots, before[0], choices, insides, inside, rests),
+    bounds = _bounds((roots, before, choices, insides, inside, rests),
                      _num_joined(student_ids[roots.row_S], tables), first_S, first_T)
-    lists = roots, Continuations.of(before[0], inside, bounds), choices, insides, rests
+    lists = roots, Continuations.of(before, inside, bounds), choices, insides, rests
     columns = [_split(listed, places, bounds) for listed, places in zip(lists, _PLACES)]
     nodes = []
     next_of_part = _split(student_next, "S", bounds)
@@ -426,7 +437,7 @@ def _num_joined(read_N: Tensor, tables: Tables) -> Tensor:
     return tables.joined_V[read_N.clamp(min=0)] * (read_N >= 0)
 
 
-def _list_before(roots: Roots, tables: Tables) -> tuple[_Begun, Segments, Tensor]:
+def _list_before(roots: Roots, tables: Tables) -> _Begun:
     num_pieces = tables.low_W.shape[1]
     u = roots.ended_T.clamp(min=0)
     level = (tables.pieces_W[u] >= 0).sum(1)
@@ -501,7 +512,7 @@ def _choice_ranges(
 
 
 def _list_choices(
-    roots: Roots, before: tuple[Segments, Tensor], ranges: _ChoiceRanges, tables: Tables
+    roots: Roots, before: _Begun, ranges: _ChoiceRanges, tables: Tables
 ) -> Choices:
     root, level, low, high, token, row_T = ranges
     num = len(root)
@@ -522,11 +533,12 @@ def _list_choices(
     # few nodes have a path of several tokens
     steps, step_E = Ranges.of(torch.ones_like(level), torch.where(row_T >= 0, level, 1)).list()
 
-    before_nodes, before_next_E = before
-    begin_N = before_nodes.start_K
+    begin_N, skip_N, _ = Ranges.of(before.low, before.high)
     going, going_place_E = Ranges.of(begin_N[root], begin_N[root + 1]).list()
     going_node_E = going.of_E
-    next_E = before_next_E[going_place_E]
+    root_E = root[going_node_E]
+    went_E = tables.order_W[going_place_E - skip_N[root_E]]
+    next_E = tables.pieces_W[went_E, before.level[root_E]]
     rank_E = tables.rank_V[next_E.clamp(min=0)]
     in_scope = (next_E >= 0) & (rank_E >= low[going_node_E]) & (rank_E < high[going_node_E])
     going_node_E, going_place_E = going_node_E[in_scope], going_place_E[in_scope]
@@ -568,7 +580,7 @@ def _list_insides(
     level = offset + 1
     low = tables.low_W[token[chunk], level]
     high = tables.high_W[token[chunk], level]
-    begun, nodes, next_E = _Begun.of(first_T[chunk], level, low, high, tables)
+    nodes, next_E = _list_begun(low, high, level, tables)
     # tokens are sorted by their spelling, so those that go on alike are neighbors
     stride = len(tables.cell_V)
     key_G, cell_E = distinct(nodes.of_E * stride + next_E, next_E >= 0)
@@ -578,7 +590,7 @@ def _list_insides(
         cells=Cells.of(key_G // stride, len(level)),
         token_G=key_G % stride,
     )
-    return insides, begun
+    return insides, _Begun.of(first_T[chunk], level, low, high, tables)
 
 
 def _list_rests(chunks: Chunks, teacher_next: Tensor) -> Rests:

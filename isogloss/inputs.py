@@ -36,7 +36,7 @@ from isogloss.data import open_data, order
 from isogloss.data.batch import Collator, PairOptions
 from isogloss.data.checks import check_column, has_text, lengths_of
 from isogloss.data.ends import load_generation, stop_ids
-from isogloss.data.long_texts import MOST_CHARACTERS, fits, leave_out_tail
+from isogloss.data.long_texts import MOST_CHARACTERS, fits, leave_out_tails
 from isogloss.data.mixture import Mixture, Source, seed_of, sources_of
 from isogloss.data.rollouts import SkippedPrompt, build_prompter
 from isogloss.data.sample import TextEncoder
@@ -56,7 +56,7 @@ from isogloss.models import pretrained
 from isogloss.models.adapters import student_adapter
 from isogloss.projection_tools.tokenizers import load_tokenizer
 from isogloss.student.ds_config import batch_sizes, read_ds_config, resolve_ds_config
-from isogloss.student.ds_engine import check_with_deepspeed
+from isogloss.student.ds_engine import check_with_deepspeed, compiles_adam
 from isogloss.student.router import router_weight
 from isogloss.student.stages import check_pipeline_layout
 from isogloss.student.ulysses import check_sequence_layout
@@ -186,7 +186,9 @@ def check_inputs(cfg, device, roles=None):
         check_sequence_layout(cfg.sequence_parallel, num_ranks, student_config)
     if cfg.pipeline_parallel > 1:
         check_pipeline_layout(cfg, student_config, raw_ds_config, num_ranks, roles)
-    ds_config = resolve_ds_config(raw_ds_config, cfg, num_ranks, student_config.hidden_size, bf16)
+    facts = num_ranks, student_config.hidden_size, bf16
+    adam = {"on_gpu": device.type == "cuda", "compiles_adam": compiles_adam()}
+    ds_config = resolve_ds_config(raw_ds_config, cfg, *facts, **adam)
     if cfg.quantize and ds_config.get("zero_optimization", {}).get("stage") == 3:
         raise ValueError(f"--quantize {cfg.quantize}: {cfg.ds_config} has ZeRO-3, which cuts "
                          "weights, and these are packed; use stage 0, 1 or 2")
@@ -195,8 +197,7 @@ def check_inputs(cfg, device, roles=None):
     data = load_data(cfg, student, encoders)
     if cfg.epochs:
         cfg.steps = steps_of_epochs(cfg, data, raw_ds_config)
-        ds_config = resolve_ds_config(
-            raw_ds_config, cfg, num_ranks, student_config.hidden_size, bf16)
+        ds_config = resolve_ds_config(raw_ds_config, cfg, *facts, **adam)
     # a teacher of some rows needs to know no others
     for teacher_cfg in configs_by_teacher(cfg).values() if encoders and not cfg.has_routes else ():
         teacher_cfg.teacher_kind.check_data(teacher_cfg, data.parts())
@@ -490,7 +491,7 @@ def check_long_texts(cfg, dataset, reader, encoders):
     for number in longest.tolist():
         text = reader(dataset[number], number).content
         if isinstance(text, str) and cfg.aligner != "dp":
-            text = leave_out_tail(text, encoders[0], encoders[1:])
+            [(text, _)] = leave_out_tails([text], encoders[0], encoders[1:])
         if isinstance(text, str) and not fits(text):
             raise DataError(
                 f"--data {reader.source}: row {number} of {reader.text_key!r} has {len(text)} "

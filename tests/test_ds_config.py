@@ -6,10 +6,22 @@ import sys
 from types import SimpleNamespace
 
 import pytest
+import torch
 
+import ranks
 from conftest import ROOT
+from isogloss import distill
+from isogloss.checkpoints.convert import place_step_counters
 from isogloss.student import ds_config
 from isogloss.student.ds_values import REFUSED, SECTIONS, SWITCHES
+from jobs import (
+    check_same_curve,
+    ds_config as written,
+    losses_of,
+    run_all,
+    run_distill,
+    write_corpus,
+)
 
 # None: the key is absent.  3 and 8 do not divide each other; 12 has several factorizations.
 CHOICES = None, "auto", 1, 2, 3, 4, 8, 12
@@ -22,8 +34,9 @@ def flags(**changes):
     return SimpleNamespace(**values, ranks_per_reader=values["sequence_parallel"])
 
 
-def resolve(config, num_ranks=4, hidden_size=64, bf16=False, **changes):
-    return ds_config.resolve_ds_config(config, flags(**changes), num_ranks, hidden_size, bf16)
+def resolve(config, num_ranks=4, hidden_size=64, bf16=False, device=(), **changes):
+    return ds_config.resolve_ds_config(config, flags(**changes), num_ranks, hidden_size, bf16,
+                                       **dict(device))
 
 
 def write(folder, text):
@@ -211,6 +224,90 @@ def test_the_flag_turns_the_collectives_log_on_and_keeps_its_settings():
     assert resolve(config)["comms_logger"]["enabled"] is False
     assert resolve(config, log_comms=True)["comms_logger"] == {"enabled": True, "verbose": True}
     assert json.dumps(config) == before
+
+
+# --- Adam on a GPU --------------------------------------------------------------------------------
+
+TORCH_ADAM = {"torch_adam": True}
+BIASED = {"bias_correction": False}  # PyTorch's has none
+OFFLOADED = {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}}
+
+
+@pytest.mark.parametrize("name, params, device, more, added", [
+    ("AdamW", TORCH_ADAM, {}, {}, {}),
+    ("AdamW", TORCH_ADAM, {"on_gpu": True}, {}, {"fused": True}),
+    ("Adam", TORCH_ADAM, {"on_gpu": True}, OFFLOADED, {"fused": True}),
+    ("AdamW", TORCH_ADAM | {"fused": False}, {"on_gpu": True}, {}, {}),
+    ("AdamW", TORCH_ADAM | {"foreach": True}, {"on_gpu": True}, {}, {}),
+    ("SGD", {}, {"on_gpu": True, "compiles_adam": False}, {}, {}),
+    ("AdamW", {}, {"on_gpu": True}, {}, {}),
+    ("AdamW", {}, {"compiles_adam": False}, {}, {}),
+    ("AdamW", {}, {"on_gpu": True, "compiles_adam": False}, {}, TORCH_ADAM | {"fused": True}),
+    ("AdamW", BIASED, {"on_gpu": True, "compiles_adam": False}, {}, {}),
+    ("AdamW", {}, {"on_gpu": True, "compiles_adam": False}, OFFLOADED, {}),
+    ("AdamW", {"torch_adam": False}, {"on_gpu": True, "compiles_adam": False}, {}, {}),
+])
+def test_on_a_gpu_adam_is_fused_unless_the_file_says_how_it_is(name, params, device, more, added):
+    config = {"train_batch_size": 8, "optimizer": {"type": name, "params": params}} | more
+    resolved = resolve(config, device=device)
+    assert resolved["optimizer"]["params"] == params | {"lr": 1e-3} | added
+
+
+def run_as_on_a_gpu(argv_list):
+    """Run command lines whose inputs are read for a GPU, on a CPU; count fused steps of each."""
+    read, step = distill.check_inputs, torch._fused_adamw_
+    steps = []
+
+    def counted(*args, **kwargs):
+        steps[-1] += 1
+        return step(*args, **kwargs)
+
+    distill.check_inputs = lambda cfg, _, roles: read(cfg, torch.device("cuda"), roles)
+    torch._fused_adamw_ = counted
+    codes = []
+    for argv in argv_list:
+        steps.append(0)
+        codes += run_distill([argv])
+    return codes, steps
+
+
+def test_a_run_with_the_fused_adam_learns_the_same_and_resumes(models, texts, tmp_path):
+    """The optimizer that a GPU gets, at every kind of stage, beside the one that a CPU has."""
+    flags = [f"--student={models[0]}", f"--data={write_corpus(tmp_path, texts, 20)}",
+             "--kd_weight=0", "--max_length=60", "--steps=4", "--num_workers=0", "--save_every=2",
+             "--loss_memory_mib=64"]
+    adam = {"type": "AdamW", "params": {"torch_adam": True, "lr": 0.03, "weight_decay": 0.5}}
+    fused, plain = [], []
+    for stage in (0, 2, 3):
+        path = written(tmp_path / f"{stage}.json", stage, 2, 1, optimizer=adam)
+        argv = [*flags, f"--ds_config={path}"]
+        plain.append([*argv, f"--output_dir={tmp_path / f'plain {stage}'}"])
+        fused.append([*argv, f"--output_dir={tmp_path / f'fused {stage}'}"])
+    moved = [f"--resume={tmp_path / 'fused 2' / 'checkpoints' / 'step_0000002'}"]
+    resumed = [[*argv, *moved, f"--output_dir={tmp_path / f'resumed {stage}'}"]
+               for argv, stage in zip(fused, (0, 2, 3))]
+    run_all(1, *plain)
+    [(codes, steps)] = ranks.run(1, run_as_on_a_gpu, fused + resumed)
+    assert codes == [0] * 6
+    assert min(steps) > 0
+    for stage in (0, 2, 3):
+        whole = losses_of(tmp_path / f"fused {stage}")
+        assert whole[-1]["loss"] < 0.95 * whole[0]["loss"]
+        check_same_curve(losses_of(tmp_path / f"plain {stage}"), whole, 1e-6, 1e-6, stage)
+        exact = 0 if stage == 2 else 1e-6
+        check_same_curve(losses_of(tmp_path / "fused 2", 2),
+                         losses_of(tmp_path / f"resumed {stage}"), exact, exact, stage)
+
+
+def test_step_counters_lie_beside_the_weights_where_adam_is_fused():
+    """Another layout's checkpoint brings them in the host's memory."""
+    weight = torch.zeros(2)
+    for is_fused in (False, True):
+        adam = torch.optim.AdamW([weight], fused=is_fused)
+        on_device = torch.zeros(2, device="meta")  # in the place of a GPU
+        adam.state[on_device] = {"step": torch.tensor(3.0)}
+        place_step_counters(SimpleNamespace(optimizer=adam))
+        assert adam.state[on_device]["step"].device.type == ("meta" if is_fused else "cpu")
 
 
 # --- the lists of keys ----------------------------------------------------------------------------

@@ -7,6 +7,7 @@ import json
 import os
 import re
 import signal
+import threading
 import time
 from pathlib import Path
 
@@ -61,7 +62,7 @@ def writer(pipes, device, steps, slots):
     return published, len(ipc._published)
 
 
-def reader(pipe, index, steps):
+def reader(pipe, index, device, steps):
     *plain, plain_writer = json.loads(pipe.recv())
     *fixed, scalar, empty = [ipc.Handle.from_plain(handle) for handle in plain]
     handle = ipc.WriterHandle.from_plain(plain_writer)
@@ -77,7 +78,9 @@ def reader(pipe, index, steps):
                 assert torch.equal(tensor.cpu(), pattern(number, DTYPES[number % 4])), number
     if index == 0:
         tensors[0][0, 0] = -1
-        ipc._finish(tensors[0].device)
+        if device == "cuda":
+            torch.cuda.synchronize()
+    tensor_reader.close()
     pipe.send("done")
 
 
@@ -85,7 +88,7 @@ def role(pipes, device, steps, slots):
     rank = int(os.environ["RANK"])
     if rank == 0:
         return writer([ours for ours, _ in pipes], device, steps, slots)
-    return reader(pipes[rank - 1][1], rank - 1, steps)
+    return reader(pipes[rank - 1][1], rank - 1, device, steps)
 
 
 @pytest.mark.parametrize("slots", [1, 2, 3])
@@ -95,6 +98,49 @@ def test_readers_see_every_tensor_whole_and_in_order(device, slots):
     # Six tensors, the board, and few buffers per slot for 60 tensors: buffers are used again.
     assert published <= 6 + 1 + 4 * slots
     assert left == 6
+
+
+def test_counters_wait_for_the_device_and_the_host_does_not(monkeypatch):
+    """A device that is not done stands for a GPU: marks are functions that wait for it."""
+    done = []  # for each mark in turn what lets it happen
+
+    def mark(device):
+        done.append(threading.Event())
+        return done[-1].wait
+
+    monkeypatch.setattr(ipc, "_mark", mark)
+    writer = ipc.TensorWriter(readers=1, slots=2, timeout=0.2)
+    reader = ipc.TensorReader(writer.handle, 0, timeout=0.2)
+    writer.put(torch.ones(3))
+    with pytest.raises(ipc.PeerDied):
+        reader.next()
+    writer.put(torch.ones(3) * 2)
+    done[1].set()  # the second alone says nothing: readers take them in order
+    with pytest.raises(ipc.PeerDied):
+        reader.next()
+    done[0].set()
+    reader.timeout = writer.timeout = 30
+    assert [reader.next()[0].item() for _ in range(2)] == [1, 2]
+    reader.release()
+    writer.timeout = 0.2
+    with pytest.raises(ipc.PeerDied):  # the reader's device still reads both
+        writer.put(torch.zeros(3))
+    done[2].set()
+    writer.timeout = 30
+    writer.put(torch.zeros(3))
+    done[3].set()
+    writer.close()
+
+
+def test_what_a_device_says_is_raised(monkeypatch):
+    def broken():
+        raise RuntimeError("CUDA error")
+
+    monkeypatch.setattr(ipc, "_mark", lambda device: broken)
+    writer = ipc.TensorWriter(readers=1, slots=2)
+    writer.put(torch.ones(3))
+    with pytest.raises(RuntimeError, match="CUDA error"):
+        writer.close()
 
 
 def last_words(pipe, device, silent):

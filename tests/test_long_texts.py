@@ -11,7 +11,7 @@ from tokenizers import Regex, normalizers, pre_tokenizers
 
 from isogloss.data import long_texts
 from isogloss.data.batch import Collator, PairOptions
-from isogloss.data.long_texts import BOUNDARY, MARGIN, leave_out_tail
+from isogloss.data.long_texts import BOUNDARY, MARGIN, leave_out_tails
 from isogloss.data.order import Example
 from isogloss.data.sample import TextEncoder
 from tokens import real
@@ -25,6 +25,11 @@ ODD_PIECES = (
     "n\u00a0b\u2003s\u200bz ", "print(  x )  # \u00fcber ", "\u0130 \u01c5 z ",
 )
 PLAIN = "The caf\u00e9 is in \u65e5\u672c, \u00fcber 20 \U0001f30b volcanoes long. "
+
+
+def leave_out_tail(text, student, teachers):
+    [read] = leave_out_tails([text], student, teachers)
+    return read
 
 
 def odd_text(seed, num_pieces=400):
@@ -87,7 +92,7 @@ def check_same(text, encoders, monkeypatch):
     """
     collator = Collator(encoders[0], [PairOptions(encoder) for encoder in encoders[1:]])
     with monkeypatch.context() as patch:
-        patch.setattr(long_texts, "MIN_CHARACTERS", 10**9)
+        patch.setattr(long_texts, "CHARACTERS_PER_TOKEN", 10**9)
         whole, = collator.samples([Example(text)])
     cut, = collator.samples([Example(text)])
     rows = []
@@ -107,7 +112,6 @@ def encoders_of(*names):
 @pytest.fixture
 def from_few_characters(monkeypatch):
     """Cut texts of the size of a test."""
-    monkeypatch.setattr(long_texts, "MIN_CHARACTERS", 200)
     monkeypatch.setattr(long_texts, "CHARACTERS_PER_TOKEN", 1)
 
 
@@ -126,7 +130,7 @@ def test_samples_are_the_same_without_the_tail(student, teachers, from_few_chara
             text = PLAIN * 8 + text
         if seed % 3:
             text = unicodedata.normalize("NFC", text)
-        num_cut += leave_out_tail(text, encoders[0], encoders[1:]) != text
+        num_cut += leave_out_tail(text, encoders[0], encoders[1:])[1] is not None
         check_same(text, encoders, monkeypatch)
     assert num_cut > 18
 
@@ -136,7 +140,7 @@ def test_a_beginning_without_a_chunk_is_read_with_its_tail(from_few_characters, 
     encoders[0].max_length = 2
     # the teacher's first token is three of the student's
     text = "201" + " of some words" * 500
-    assert leave_out_tail(text, encoders[0], encoders[1:]) != text
+    assert len(leave_out_tail(text, encoders[0], encoders[1:])[0]) < 1000
     [pair] = check_same(text, encoders, monkeypatch).pairs
     assert pair.student_chunk.tolist() == [-1, -1]  # no part of a chunk
     assert len(pair.teacher.ids) > 500
@@ -144,13 +148,46 @@ def test_a_beginning_without_a_chunk_is_read_with_its_tail(from_few_characters, 
 
 def test_what_is_cut_and_what_is_not(tokenizers, tables):
     encoder = TextEncoder(tokenizers[0], tables[0], 60)
+
+    def part_of(text, *teachers):
+        part, ids = leave_out_tail(text, encoder, teachers)
+        if ids is None:
+            assert part is text
+        else:
+            np.testing.assert_array_equal(ids, encoder.encode([part])[0])
+        return part
+
     text = "word " * 100_000
-    assert len(leave_out_tail(text, encoder, [])) <= 16_384
+    enough = 60 + 2 + MARGIN  # one token more than positions, eos, and those that no sample reads
+    assert len(part_of(text)) in range(4 * enough, 5 * enough + 1)
+    spaces = "word" + " " * 9_000 + " word" * 9_000  # the first characters tell nothing
+    assert len(part_of(spaces)) < 20_000
     no_boundary = "\u65e5\u672c" * 50_000
-    assert leave_out_tail(no_boundary, encoder, []) is no_boundary
+    assert part_of(no_boundary) is no_boundary
     encoder.max_length = 200_000  # more than the text has tokens
-    assert leave_out_tail(text, encoder, []) is text
+    assert part_of(text) is text
     encoder.max_length = 60
     teacher = copy.deepcopy(tokenizers[1])
     teacher.backend_tokenizer.model.dropout = 0.1  # it draws how it splits
-    assert leave_out_tail(text, encoder, [TextEncoder(teacher, tables[1], 60)]) is text
+    assert part_of(text, TextEncoder(teacher, tables[1], 60)) is text
+
+
+def test_a_tail_that_nobody_reads_is_not_tokenized(tokenizers, tables, monkeypatch):
+    """Neither side sees it, and the student's tokenizer reads the beginning once."""
+    encoders = [TextEncoder(*side, 60) for side in zip(tokenizers, tables)]
+    collator = Collator(encoders[0], [PairOptions(encoders[1])])
+    num_read = {}
+    for number, encoder in enumerate(encoders):
+        def counted(texts, number=number, encode=encoder.encode):
+            num_read[number] = num_read.get(number, 0) + sum(map(len, texts))
+            return encode(texts)
+        monkeypatch.setattr(encoder, "encode", counted)
+    text = "A cat sat on the mat and saw a dog. " * 400
+    collator.samples([Example(text)])
+    part, _ = leave_out_tail(text, TextEncoder(tokenizers[0], tables[0], 60), [])
+    assert num_read == {0: len(part), 1: len(part)}
+    num_read.clear()
+    answer = len(text) - 10  # of a completion nothing would be left to learn
+    [sample] = collator.samples([Example(text, context=answer)])
+    assert sample.has_labels
+    assert num_read[1] == len(text)

@@ -30,7 +30,7 @@ import torch
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 
-from isogloss.checkpoints.convert import check_convertible, load_converted
+from isogloss.checkpoints.convert import check_convertible, load_converted, place_step_counters
 from isogloss.checkpoints.unpickle import known_classes_only
 from isogloss.config import Config
 from isogloss.flags.model_names import without_secrets
@@ -378,6 +378,7 @@ def load_checkpoint(engine, checkpoint, convert=False):
             # Only here: in another layout, ranks and random states do not correspond.
             random_path = checkpoint / f"random_{dist.get_rank()}.pt"
             set_random_state(torch.load(random_path, weights_only=True))
+    place_step_counters(engine.optimizer)
     return position["step"], position.get("state", {})
 
 

@@ -194,6 +194,16 @@ def restore_settings(optimizer, saved_groups):
                 group[key] = value
 
 
+def place_step_counters(optimizer):
+    """Put the step counters of a fused Adam beside its weights, where its kernel looks for them."""
+    inner = getattr(optimizer, "optimizer", optimizer)
+    if not any(group.get("fused") for group in inner.param_groups):
+        return
+    for weight, state in inner.state.items():
+        if torch.is_tensor(state.get("step")):
+            state["step"] = state["step"].to(weight.device)
+
+
 # --- ZeRO stage 0, which DeepSpeed does not convert -----------------------------------------------
 
 

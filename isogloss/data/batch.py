@@ -18,7 +18,7 @@ import torch
 
 from isogloss.data import batch_types
 from isogloss.data.chat import encode_chat, pair_chats, render
-from isogloss.data.long_texts import fits, leave_out_tail
+from isogloss.data.long_texts import fits, leave_out_tails
 from isogloss.data.rollouts import Rollout, pair_rollout, student_reading
 from isogloss.data.sample import (
     Pairing,
@@ -149,30 +149,41 @@ class Collator:
 
     def samples(self, examples):
         """Return a cut `Sample` for each Example."""
-        parts = list(map(self._without_tail, examples))
-        samples = self._read(parts)
+        parts, student_ids = self._without_tails(examples)
+        samples = self._read(parts, student_ids)
         for number, part in enumerate(parts):
             has_chunks = all(pair.alignment is None or pair.student_chunk.max(initial=-1) >= 0
                              for pair in samples[number].pairs)
             is_part = part is not examples[number] and fits(examples[number].content)
-            if is_part and not has_chunks:  # see `leave_out_tail`
-                samples[number], = self._read([examples[number]])
+            if is_part and not has_chunks:  # see `leave_out_tails`
+                samples[number], = self._read([examples[number]], [None])
         return samples
 
-    def _without_tail(self, example):
-        """Return an Example without what the student does not read of its text anyway."""
-        # the chunks of dynamic programming depend on the whole text
-        if not isinstance(example.content, str) or self.aligner == "dp":
-            return example
+    def _without_tails(self, examples):
+        """Return (Examples without what nobody reads of their texts, the student's ids or None)."""
+        parts, student_ids = list(examples), [None] * len(examples)
+        if self.aligner == "dp":  # whose chunks depend on the whole text
+            return parts, student_ids
+        texts = []
+        for example in examples:
+            texts.append(example.content if isinstance(example.content, str) else "")
         teachers = [pair.encoder for pair in self.pairs]
-        part = leave_out_tail(example.content, self.student, teachers)
-        return example if part is example.content else example._replace(content=part)
+        for number, (part, ids) in enumerate(leave_out_tails(texts, self.student, teachers)):
+            # else nothing to learn would be left of a completion
+            if ids is not None and len(part) > examples[number].context:
+                parts[number] = examples[number]._replace(content=part)
+                student_ids[number] = ids
+        return parts, student_ids
 
-    def _read(self, examples):
-        """Return a cut `Sample` for each Example, of which nothing is left out before."""
+    def _read(self, examples, student_ids):
+        """Return a cut `Sample` for each Example, of which nothing is left out before.
+
+        Args:
+            student_ids: of each what the student's encoder makes of it; None: not known.
+        """
         takes_part = list(map(self._teachers_of, examples))
         # The student's tokenizer runs once, however many teachers there are.
-        student_ids = self._encode_plain(self.student, examples)
+        student_ids = self._encode_plain(self.student, examples, student_ids)
         teacher_ids = []
         max_lengths = []
         for number, pair in enumerate(self.pairs):
@@ -216,15 +227,19 @@ class Collator:
         return takes_part
 
     @staticmethod
-    def _encode_plain(encoder, examples):
-        """Tokenize all plain texts in one call; None in the place of everything else."""
+    def _encode_plain(encoder, examples, known=()):
+        """Tokenize all plain texts in one call; None in the place of everything else.
+
+        Args:
+            known: the ids of each, None where they are to be made; empty: of all.
+        """
+        encoded = list(known) or [None] * len(examples)
         numbers = []
         texts = []
         for number, example in enumerate(examples):
-            if isinstance(example.content, str):
+            if isinstance(example.content, str) and encoded[number] is None:
                 numbers.append(number)
                 texts.append(example.content)
-        encoded = [None] * len(examples)
         if texts:
             for number, ids in zip(numbers, encoder.encode(texts)):
                 encoded[number] = ids

@@ -95,10 +95,6 @@ class TextEncoder:
                 return i
         return -1
 
-    def num_tokens(self, text):
-        """Return the number of tokens of a text, without bos and eos."""
-        return len(self.coded(text)["input_ids"])
-
     def encode(self, texts):
         """Return an int64 array `[bos] text eos` for each text.
 

@@ -74,7 +74,8 @@ class PairCounts(Sums):
         aligned_bytes: bytes in these chunks.
         read_tokens, read_bytes: of the student's side, in the samples that the teacher reads.
         skipped_chats: chats that a template does not render.
-        source_bytes: bytes of the whole texts, before any cut; the fields below speak of these.
+        source_bytes: bytes of the texts as far as they are read, before the cut; the fields below
+            speak of these.
         normalized_bytes, unencodable_bytes, unmatched_bytes: see `align.Alignment.dropped`.
         chunks: all chunks; chunks_1_n: of one student token and several teacher tokens, and so on.
         tokens_in_chunks: student tokens in all chunks; rest_tokens: those behind the first one of
@@ -111,7 +112,7 @@ class PairCounts(Sums):
     rollout_nats: float = 0
 
     def add_alignments(self, alignments):
-        """Count whole texts, before any cut."""
+        """Count texts as far as they are read, before the cut."""
         for alignment in alignments:
             self.source_bytes += alignment.text_bytes
             self.normalized_bytes += alignment.dropped["normalized"]

@@ -26,8 +26,10 @@ import ctypes
 import json
 import mmap
 import os
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -37,6 +39,8 @@ from torch import Tensor
 DESCRIPTION_BYTES = 1024  # room for a slot's description, which takes about 250
 CUDA_HANDLE_BYTES = 64  # CU_IPC_HANDLE_SIZE of cuda.h
 CUDA_OUT_OF_MEMORY = 2  # CUDA_ERROR_OUT_OF_MEMORY of cuda.h
+_lock = threading.Lock()  # guards nothing, see `_fence`
+_thread = ThreadPoolExecutor(1)  # waits for devices; starts when there is one
 # What this process has published, by its location, until `release` or its own end.
 _published: dict[tuple[Any, Any], Tensor] = {}
 
@@ -73,13 +77,9 @@ class Handle(NamedTuple):
         process_or_uuid, place = self.location
         if isinstance(place, bytes):
             place = place.hex()
-        return {
-            "device": self.device,
-            "location": [process_or_uuid, place],
-            "shape": list(self.shape),
-            "dtype": str(self.dtype).removeprefix("torch."),
-            "nbytes": self.nbytes,
-        }
+        return {"device": self.device, "location": [process_or_uuid, place],
+                "shape": list(self.shape), "dtype": str(self.dtype).removeprefix("torch."),
+                "nbytes": self.nbytes}
 
     @classmethod
     def from_plain(cls, plain: dict[str, Any]) -> "Handle":
@@ -95,9 +95,8 @@ class Handle(NamedTuple):
         else:
             location = (str(process_or_uuid), bytes.fromhex(place))
         shape = tuple(int(length) for length in plain["shape"])
-        return cls(
-            str(plain["device"]), location, shape, dtype_of(plain["dtype"]), int(plain["nbytes"])
-        )
+        return cls(str(plain["device"]), location, shape, dtype_of(plain["dtype"]),
+                   int(plain["nbytes"]))
 
 
 def publish(tensor: Tensor) -> Handle:
@@ -188,7 +187,7 @@ def _uuid(device: torch.device | int) -> str:
 
 
 class _Cuda:
-    """Call the four functions of the CUDA driver that inter-process memory needs."""
+    """Call the five functions of the CUDA driver that inter-process memory needs."""
 
     _instance: "_Cuda | None" = None
 
@@ -199,11 +198,9 @@ class _Cuda:
         # Argument types have to be named: ctypes would pass 64-bit pointers as 32-bit integers.
         self.driver = ctypes.CDLL("libcuda.so.1")
         self.driver.cuIpcOpenMemHandle_v2.argtypes = [
-            ctypes.c_void_p,
-            self._IpcHandle,
-            ctypes.c_uint,
-        ]
+            ctypes.c_void_p, self._IpcHandle, ctypes.c_uint]
         self.driver.cuMemFree_v2.argtypes = [ctypes.c_uint64]
+        self.driver.cuIpcCloseMemHandle.argtypes = [ctypes.c_uint64]
         self.driver.cuMemAlloc_v2.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
         self.driver.cuIpcGetMemHandle.argtypes = [ctypes.c_void_p, ctypes.c_uint64]
 
@@ -242,6 +239,12 @@ class _Cuda:
             self._check("cuIpcOpenMemHandle", status)
         return self._tensor(pointer.value, handle.nbytes, device)
 
+    def close(self, tensor: Tensor) -> None:
+        """Unmap what `open` mapped, which its owner may free only then."""
+        with torch.cuda.device(tensor.device):
+            status = self.driver.cuIpcCloseMemHandle(tensor.data_ptr())
+            self._check("cuIpcCloseMemHandle", status)
+
     def free(self, tensor: Tensor) -> None:
         self._check("cuMemFree", self.driver.cuMemFree_v2(tensor.data_ptr()))
 
@@ -250,10 +253,8 @@ class _Cuda:
         for index in range(torch.cuda.device_count()):
             if _uuid(index) == uuid:
                 return torch.device("cuda", index)
-        raise RuntimeError(
-            f"a published tensor lies on GPU {uuid}, which this process does not see; "
-            "check CUDA_VISIBLE_DEVICES"
-        )
+        raise RuntimeError(f"a published tensor lies on GPU {uuid}, which this process does not "
+                           "see; check CUDA_VISIBLE_DEVICES")
 
     @staticmethod
     def _ensure_context() -> None:
@@ -383,6 +384,18 @@ class _Board:
                 raise PeerDied(f"{peer} (process {process}) did not respond for {timeout:.0f} s")
             time.sleep(pause)
             pause = min(2 * pause, LONGEST_PAUSE)
+        _fence()  # what is read next is no older than the counter
+
+
+def _fence() -> None:
+    """Keep memory accesses before it before those after it; x86 does so for stores, ARM does not.
+
+    Taking a lock keeps what follows behind it, releasing it what precedes before it, and on ARM,
+    too, a release stays before the next taking.
+    """
+    for _ in range(2):
+        with _lock:
+            pass
 
 
 def is_running(process: int) -> bool:
@@ -396,12 +409,57 @@ def is_running(process: int) -> bool:
     return state not in "ZX"
 
 
-def _finish(device: torch.device) -> None:
-    """Wait for the work of the current stream, so that a counter may say that it is done."""
-    if device.type == "cuda":
-        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        event.record(torch.cuda.current_stream(device))
-        event.synchronize()
+def _mark(device: torch.device) -> Callable[[], None] | None:
+    """Return what waits for the work of the current stream so far; None: it is done."""
+    if device.type != "cuda":
+        return None
+    event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]  # who waits sleeps
+    event.record(torch.cuda.current_stream(device))
+
+    def wait() -> None:
+        with torch.cuda.device(device):  # a thread would begin with device 0, and take memory there
+            event.synchronize()
+
+    return wait
+
+
+class _Counter:
+    """Write a word of a board once a device has done the work that its new value speaks of.
+
+    A thread waits for the device, so that the caller goes on to queue work.
+
+    value: what was counted last; the word may fall behind.
+    """
+
+    def __init__(self, board: _Board, word: int) -> None:
+        self._board = board
+        self._word = word
+        self._last: Future[None] | None = None  # write, of those that wait
+        self.value = board[word]
+        board[word + 1] = os.getpid()
+
+    def set(self, value: int, marks: list[Callable[[], None] | None]) -> None:
+        """Let the word become `value` behind these marks, see `_mark`."""
+        self.value = value
+        waits = [mark for mark in marks if mark]
+        if self._last and self._last.done():
+            self.finish()
+        if waits or self._last:  # in the order of the calls
+            self._last = _thread.submit(self._write, value, waits)
+        else:
+            self._write(value, waits)
+
+    def finish(self) -> None:
+        """Wait until the word is written; raise what the device has said."""
+        if self._last:
+            self._last.result()
+            self._last = None
+
+    def _write(self, value: int, waits: list[Callable[[], None]]) -> None:
+        for wait in waits:
+            wait()
+        _fence()  # whoever sees the word sees what was written before it
+        self._board[self._word] = value
 
 
 class TensorWriter:
@@ -425,23 +483,23 @@ class TensorWriter:
         self._buffers: list[Handle | None] = [None] * slots
         # Readers may still map a buffer that was replaced, so all of them live until `close`.
         self._handles = [self.handle.board]
-        self._board[WRITTEN + 1] = os.getpid()
+        self._written = _Counter(self._board, WRITTEN)
 
     def put(self, tensor: Tensor) -> None:
-        """Publish a copy of a tensor of any shape, dtype and device.
+        """Publish a copy of a tensor of any shape, dtype and device, as soon as the device has it.
 
         Raises:
             PeerDied: a reader has ended or does not respond.
         """
-        number = self._board[WRITTEN]
+        number = self._written.value
         slot = number % self.handle.slots
         self._wait_for_readers(number + 1 - self.handle.slots)
         buffer = self._buffer(slot, tensor)
         described = buffer._replace(shape=tuple(tensor.shape), dtype=tensor.dtype)
         attach(described).copy_(tensor.detach())
-        _finish(tensor.device)
         self._board.describe(slot, described)
-        self._board[WRITTEN] = number + 1  # last: from now on readers look
+        # last: from then on readers look
+        self._written.set(number + 1, [_mark(tensor.device)])
 
     def drain(self) -> None:
         """Wait until the readers have released everything.
@@ -449,10 +507,11 @@ class TensorWriter:
         Raises:
             PeerDied: a reader has ended or does not respond.
         """
-        self._wait_for_readers(self._board[WRITTEN])
+        self._wait_for_readers(self._written.value)
 
     def close(self) -> None:
-        """Release all buffers; on CUDA, readers must be done with theirs."""
+        """Release all buffers; on CUDA, readers must have closed before."""
+        self._written.finish()
         for handle in self._handles:
             release(handle)
         self._handles = []
@@ -465,11 +524,8 @@ class TensorWriter:
     def _buffer(self, slot: int, tensor: Tensor) -> Handle:
         """Return the slot's buffer, replaced if the bytes do not fit or lie on another device."""
         buffer = self._buffers[slot]
-        if (
-            buffer is not None
-            and buffer.nbytes >= tensor.nbytes
-            and buffer.device == tensor.device.type
-        ):
+        if buffer is not None and buffer.device == tensor.device.type and (
+                buffer.nbytes >= tensor.nbytes):
             return buffer
         nbytes = max(1, tensor.nbytes)
         if buffer is not None:  # doubling bounds the number of buffers over a run
@@ -493,10 +549,9 @@ class TensorReader:
         self.timeout = timeout
         self._board = _Board(handle)
         self._slots = handle.slots
-        self._word = _released_word(reader)
+        self._released = _Counter(self._board, _released_word(reader))
         self._taken = 0
         self._buffers: dict[tuple[Any, Any], Tensor] = {}  # each buffer is mapped once
-        self._board[self._word + 1] = os.getpid()
 
     def next(self) -> Tensor:
         """Return the next tensor, in the shared memory itself; valid until `release`.
@@ -518,12 +573,19 @@ class TensorReader:
     def release(self) -> None:
         """Let the writer overwrite all tensors taken so far.
 
-        Waits for the current streams first, since their kernels may still read the tensors.
+        It may do so when the current streams are done, since their kernels may still read them.
         """
         devices = {raw.device for raw in self._buffers.values()}
-        for device in devices:
-            _finish(device)
-        self._board[self._word] = self._taken
+        self._released.set(self._taken, list(map(_mark, devices)))
+
+    def close(self) -> None:
+        """Release all tensors and unmap the buffers, so that their owner may free them."""
+        self.release()
+        self._released.finish()
+        for place, raw in self._buffers.items():
+            if raw.device.type != "cpu" and place not in _published:
+                _Cuda.get().close(raw)
+        self._buffers = {}
 
     @contextmanager
     def take(self) -> Iterator[Tensor]:

@@ -84,7 +84,8 @@ def read_ds_config(path):
     return config
 
 
-def resolve_ds_config(config, cfg, num_ranks, hidden_size, bf16):
+def resolve_ds_config(config, cfg, num_ranks, hidden_size, bf16, *, on_gpu=False,
+                      compiles_adam=True):
     """Return the configuration that DeepSpeed will see: batch sizes checked, every "auto" filled.
 
     Args:
@@ -94,6 +95,7 @@ def resolve_ds_config(config, cfg, num_ranks, hidden_size, bf16):
         num_ranks: ranks of the student.
         hidden_size: of the student.
         bf16: whether the device computes in bfloat16.
+        on_gpu, compiles_adam: see `_choose_adam`.
     Raises:
         ValueError: batch sizes or learning rates that contradict each other, or an "auto" that
             nothing fills.
@@ -109,6 +111,8 @@ def resolve_ds_config(config, cfg, num_ranks, hidden_size, bf16):
     if cfg.log_comms:
         config["comms_logger"] = config.get("comms_logger", {}) | {"enabled": True}
     learning_rate = _resolve_learning_rate(config, cfg)
+    if on_gpu:
+        _choose_adam(config, compiles_adam)
     auto_values = {
         "optimizer.params.lr": learning_rate,
         "scheduler.params.warmup_max_lr": learning_rate,
@@ -142,6 +146,24 @@ def _resolve_learning_rate(config, cfg):
     if stated == "auto" and not cfg.learning_rate:
         raise ValueError(f'--learning_rate is missing: {cfg.ds_config} leaves "lr" to it')
     return cfg.learning_rate if stated == "auto" else stated
+
+
+def _choose_adam(config, compiles_adam):
+    """Let PyTorch's Adam take all weights in one kernel, unless the file says how it does.
+
+    Args:
+        config: of a run on GPUs.
+        compiles_adam: DeepSpeed has its own Adam, or can compile it; else PyTorch's takes its
+            place, but not that of the one for offloaded state.
+    """
+    params = config["optimizer"]["params"]
+    if str(config["optimizer"].get("type")).lower() not in ("adam", "adamw"):
+        return
+    is_offloaded = config.get("zero_optimization", {}).get("offload_optimizer")
+    if not compiles_adam and not is_offloaded and "bias_correction" not in params:
+        params.setdefault("torch_adam", True)
+    if params.get("torch_adam") and not {"fused", "foreach", "differentiable"} & set(params):
+        params["fused"] = True
 
 
 def _fill_auto(section, auto_values, path, prefix=""):

@@ -270,7 +270,9 @@ class TeacherClient:
             reader.release()
 
     def shut_down(self):
-        """Tell the teachers that there is nothing more to do."""
+        """Unmap what the teachers publish, then tell them that there is nothing more to do."""
+        for reader in self.readers:
+            reader.close()
         if not self.writer:
             return
         with contextlib.suppress(ipc.PeerDied):
