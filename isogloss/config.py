@@ -443,9 +443,8 @@ class TeacherParallelismFlags:
         False, "keep the teacher's weights in the host's memory but for its forward passes.",
         free=True, key="offload")
     teacher_compile: bool = flag(
-        False, "compile the teacher's forward pass by torch.compile; for whole copies of a "
-        "teacher. Its rows are padded to a few lengths, because each takes up to minutes to "
-        "compile.", free=True, key="compile")
+        False, "compile the teacher's layers by torch.compile, which takes up to a minute, once; "
+        "not with teacher_engine zero3.", free=True, key="compile")
 
 
 @dataclass(kw_only=True)

@@ -197,7 +197,8 @@ REFUSED = {
     "--sequence_parallel 4: does not divide the 6 ranks": ({"sequence_parallel": 4}, 6, 6),
     "--sequence_parallel 8": ({"sequence_parallel": 8}, 8, 8),
     "--pipeline_parallel 2: --ds_config": ({"pipeline_parallel": 2}, 4, 4),
-    "--teacher_compile: not with": ({"teacher_tp": 2, "teacher_compile": True}, 4, 4),
+    "--teacher_compile: not with":
+        ({"teacher_tp": 2, "teacher_compile": True, "teacher_engine": "zero3"}, 4, 4),
 }
 
 

@@ -7,7 +7,6 @@ ranks that share them together; every one of these ends up with all hidden state
 import contextlib
 import io
 import json
-import sys
 import tempfile
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -18,6 +17,7 @@ import deepspeed
 import torch
 import torch.distributed as dist
 from deepspeed.module_inject import auto_tp
+from deepspeed.module_inject.layers import LinearAllreduce, LinearLayer
 from deepspeed.utils import groups
 from huggingface_hub import snapshot_download
 from safetensors import safe_open
@@ -39,9 +39,8 @@ from isogloss.tiles import Head, HiddenLogits, StoredLogits, TopKLogits, head_of
 # Positions that the ranks of a replica let it run at once.  Enough that matmuls are bound by
 # arithmetic; hidden states of 8,192 numbers in bfloat16 are 256 MiB of them.  Not tuned.
 JOINED_POSITIONS = 16_384
-# --teacher_compile.  Not tuned: shorter buckets compile more often, longer ones pad more.
-BUCKET = 128
-MOST_SHAPES = 64
+# --teacher_compile.  Kinds of layers x whether there is one row x kinds of masks, of all teachers.
+MOST_VARIANTS = 64
 COMPILER = "inductor"
 # model types that DeepSpeed's inference engine shards as it loads them (0.19.8)
 SHARDED = {"llama", "qwen2", "qwen3", "mistral", "gemma2", "gemma3_text", "granite", "smollm3"}
@@ -116,10 +115,10 @@ def check_compilation(engine, config):
     Args:
         engine: as `resolve_engine` returns it; config: of the whole model.
     """
-    if engine != "replicated":
+    if engine == "zero3":
         raise ValueError(
-            f"--teacher_compile: not with --teacher_engine {engine}, whose ranks talk within a "
-            "forward pass; leave it out, or use a whole copy per rank (--teacher_tp 1)")
+            "--teacher_compile: not with --teacher_engine zero3, which gathers weights between "
+            "the parts of a layer, so that nothing is left to compile; leave it out")
     if pretrained.quantization_of(config):
         raise ValueError(
             "--teacher_compile: the teacher's weights are quantized "
@@ -333,8 +332,7 @@ class ModelTeacher(TeacherOfIds):
     """Run a frozen model on this rank, whole or one shard of it.
 
     Attributes:
-        runner: (ids, hidden) -> hidden states or logits: WholeModel, CompiledModel, SharedModel or
-            an engine.
+        runner: (ids, hidden) -> hidden states or logits: WholeModel, SharedModel or an engine.
         head: `tiles.Head` that maps hidden states to logits, whole on every rank.
         spec: ModelSpec.
         engine: which way of loading it is.
@@ -382,10 +380,9 @@ class ModelTeacher(TeacherOfIds):
 
     def weights(self):
         """Return {name: parameter} of a model that is whole on this rank's device, else {}."""
-        runner = getattr(self.runner, "whole", self.runner)  # of a CompiledModel
-        if self.offload or not isinstance(runner, WholeModel):
+        if self.offload or not isinstance(self.runner, WholeModel):
             return {}
-        return dict(runner.model.named_parameters())
+        return dict(self.runner.model.named_parameters())
 
     def restore(self, path, student):
         # what a student with an adapter keeps as it was is not held twice
@@ -483,40 +480,66 @@ class WholeModel(nn.Module):
         return self.model(**model_arguments(ids)).logits
 
 
-@dataclass
-class CompiledModel:
-    """Run a whole copy on this rank, compiled for a few lengths of rows.
+def decoder_layers(model):
+    """Return the layers of a causal language model that follow one another.
+
+    Raises:
+        ValueError: there is no list of them.
+    """
+    number = model.config.get_text_config().num_hidden_layers
+    for module in model.get_decoder().modules():
+        if isinstance(module, nn.ModuleList) and len(module) == number:
+            return module
+    raise ValueError(f"--teacher_compile: {type(model).__name__} has no list of its {number} "
+                     "layers, which are compiled one by one; leave it out")
+
+
+def compile_layers(model):
+    """Let torch.compile make each layer's forward pass; equal layers share it, for any length."""
+    # beyond as many torch would run a layer as it is
+    limit = max(torch._dynamo.config.recompile_limit, MOST_VARIANTS)
+    torch._dynamo.config.recompile_limit = limit
+    for layer in decoder_layers(model):
+        layer.compile(backend=COMPILER, dynamic=True)
+
+
+class SummedLinear(nn.Module):
+    """Apply a linear layer whose input features are cut over ranks; each gets the whole output.
 
     Attributes:
-        whole: WholeModel.
+        linear: of this rank's features, without bias.
+        bias: of the whole layer, or None.
+        group: process group of the ranks.
     """
 
-    whole: WholeModel
+    def __init__(self, linear, bias, group):
+        super().__init__()
+        self.linear = linear
+        self.bias = bias
+        self.group = group
 
-    def __post_init__(self):
-        layers_of(self.whole.model).compile(backend=COMPILER, dynamic=False)
-        # beyond as many shapes torch would run the model as it is
-        limit = max(torch._dynamo.config.recompile_limit, MOST_SHAPES)
-        torch._dynamo.config.recompile_limit = limit
-
-    def __call__(self, ids, hidden):
-        # columns behind those of the ids, at which no causal model looks
-        length = ids.shape[-1]
-        # there may be no positions beyond the model's context
-        config = self.whole.model.config.get_text_config()
-        context = getattr(config, "max_position_embeddings", None) or sys.maxsize
-        padded = nn.functional.pad(ids, (0, max(min(bucket(length), context) - length, 0)))
-        return self.whole(padded, hidden)[:, :length]
+    def forward(self, x):
+        output = self.linear(x)
+        dist.all_reduce(output, group=self.group)
+        return output if self.bias is None else output + self.bias
 
 
-def bucket(length):
-    """Return the next of few lengths: multiples of an eighth of a power of 2, of at least BUCKET.
+def use_plain_layers(model):
+    """Put torch's layers in place of DeepSpeed's, of which torch.compile makes several graphs."""
+    for module in list(model.modules()):
+        for name, layer in list(module.named_children()):
+            if type(layer) is LinearAllreduce:  # not the head
+                setattr(module, name, SummedLinear(
+                    _linear(layer.weight, None), layer.bias, layer.mp_group))
+            elif isinstance(layer, LinearLayer) and not layer.gather_output:
+                setattr(module, name, _linear(layer.weight, layer.bias))
 
-    Of a row beyond 1,024 positions at most a fifth is padding; 20 lengths serve up to 8,192.
-    """
-    power = 1 << (length - 1).bit_length()
-    multiple = max(BUCKET, power // 8)
-    return -(-length // multiple) * multiple
+
+def _linear(weight, bias):
+    layer = nn.Linear(*reversed(weight.shape), bias=False, device="meta")
+    layer.weight = weight
+    layer.bias = bias
+    return layer
 
 
 @dataclass
@@ -559,10 +582,9 @@ def load_replicated(spec):
         model = _frozen(_load(spec)).to(spec.device)
     num_parameters = sum(parameter.numel() for parameter in model.parameters())
     head = head_of(model, spec.vocab)
-    runner = WholeModel(model)
     if spec.compile:
-        runner = CompiledModel(runner)
-    teacher = ModelTeacher(runner, head, spec, "replicated", num_parameters)
+        compile_layers(model)
+    teacher = ModelTeacher(WholeModel(model), head, spec, "replicated", num_parameters)
     return teacher.offloaded(model)
 
 
@@ -582,6 +604,9 @@ def load_tensor_parallel(spec):
         # some are still the files' own pages, and keep all of them mapped
         parameter.data = parameter.data.clone()
     model = _frozen(model)
+    use_plain_layers(model)
+    if spec.compile:
+        compile_layers(model)
     if weight is None:  # tied: every rank keeps the whole input embedding
         weight = model.get_input_embeddings().weight
     num_parameters = sum(parameter.numel() for parameter in model.parameters())
@@ -649,6 +674,8 @@ def load_transformers(spec):
             weight, _ = _read_layer(folder, embedding, dtype)
         return weight, bias
 
+    if spec.compile:
+        compile_layers(model)
     weight, bias = _once_per_node(whole_head, spec.device)
     if weight is None:  # files of a model that reads images have other names
         gathered = _gathered(model.get_output_embeddings())
