@@ -13,11 +13,11 @@ from isogloss.config import Config
 from isogloss.job.launch import silence_libraries, start_distributed
 from isogloss.job.layout import join_ids, join_members, teacher_groups
 from isogloss.models.pretrained import check_weights
-from isogloss.teachers import model as model_teachers
+from isogloss.teachers import layers
+from isogloss.teachers.layers import check_compilation
 from isogloss.teachers.model import (
     ModelSpec,
     Offload,
-    check_compilation,
     head_gives_own_logits,
     load_replicated,
     resolve_engine,
@@ -361,7 +361,7 @@ def counting_compiler(monkeypatch):
         graphs.append([str(node.target) for node in graph.graph.nodes])
         return graph.forward
 
-    monkeypatch.setattr(model_teachers, "COMPILER", compiler)
+    monkeypatch.setattr(layers, "COMPILER", compiler)
     return graphs
 
 
@@ -429,7 +429,7 @@ def test_what_cannot_be_compiled_is_refused(monkeypatch):
         check_compilation(engine, config)
     with pytest.raises(ValueError, match="not with --teacher_engine zero3"):
         check_compilation("zero3", config)
-    monkeypatch.setattr(model_teachers, "missing_compiler", lambda: "there is no compiler")
+    monkeypatch.setattr(layers, "missing_compiler", lambda: "there is no compiler")
     with pytest.raises(ValueError, match=r"there is no compiler, which torch\.compile needs"):
         check_compilation("replicated", config)
     config.quantization_config = {"quant_method": "gptq"}

@@ -17,7 +17,6 @@ import deepspeed
 import torch
 import torch.distributed as dist
 from deepspeed.module_inject import auto_tp
-from deepspeed.module_inject.layers import LinearAllreduce, LinearLayer
 from deepspeed.utils import groups
 from huggingface_hub import snapshot_download
 from safetensors import safe_open
@@ -30,8 +29,8 @@ from isogloss.flags.model_names import read_model_name
 from isogloss.job import ipc
 from isogloss.job.layout import Replica, node_size, teacher_groups
 from isogloss.job.rendezvous import values_of_ranks
-from isogloss.models import pretrained
-from isogloss.models.compiler import missing_compiler
+from isogloss.models import float8, pretrained
+from isogloss.teachers.layers import check_engine, compile_layers, to_float8, use_plain_layers
 from isogloss.teachers.protocol import BLOCK, TeacherSource, TeacherSpec
 from isogloss.teachers.text_scores import ScoredLogits, scores_of_rows
 from isogloss.tiles import Head, HiddenLogits, StoredLogits, TopKLogits, head_of
@@ -39,9 +38,6 @@ from isogloss.tiles import Head, HiddenLogits, StoredLogits, TopKLogits, head_of
 # Positions that the ranks of a replica let it run at once.  Enough that matmuls are bound by
 # arithmetic; hidden states of 8,192 numbers in bfloat16 are 256 MiB of them.  Not tuned.
 JOINED_POSITIONS = 16_384
-# --teacher_compile.  Kinds of layers x whether there is one row x kinds of masks, of all teachers.
-MOST_VARIANTS = 64
-COMPILER = "inductor"
 # model types that DeepSpeed's inference engine shards as it loads them (0.19.8)
 SHARDED = {"llama", "qwen2", "qwen3", "mistral", "gemma2", "gemma3_text", "granite", "smollm3"}
 # and only once every rank has loaded them whole
@@ -109,27 +105,6 @@ def resolve_engine(engine, degree, config, num_ranks, is_adapter=False):
     return engine
 
 
-def check_compilation(engine, config):
-    """Raise a ValueError where --teacher_compile cannot work.
-
-    Args:
-        engine: as `resolve_engine` returns it; config: of the whole model.
-    """
-    if engine == "zero3":
-        raise ValueError(
-            "--teacher_compile: not with --teacher_engine zero3, which gathers weights between "
-            "the parts of a layer, so that nothing is left to compile; leave it out")
-    if pretrained.quantization_of(config):
-        raise ValueError(
-            "--teacher_compile: the teacher's weights are quantized "
-            f"({pretrained.quantization_of(config)}), and their library has kernels of its own; "
-            "leave it out")
-    missing = missing_compiler()
-    if missing:
-        raise ValueError(f"--teacher_compile: {missing}, which torch.compile needs; install it, or "
-                         "leave the flag out")
-
-
 def _engine_of_quantized(engine, degree, method):
     """Return the engine of a quantized teacher, which every rank holds whole."""
     if engine not in ("auto", "replicated") or degree > 1:
@@ -148,7 +123,7 @@ class ModelSpec(TeacherSpec):
 
     Attributes:
         engine: key of ENGINES, or "auto".
-        dtype: "auto" (as in the checkpoint), "float32", "bfloat16" or "float16".
+        dtype: "auto" (as in the checkpoint), "float32", "bfloat16", "float16" or "fp8".
         attention: an --attention.
         degree: ranks that share the model.
         offload: keep the weights in the host's memory but for the teacher's forward passes.
@@ -158,6 +133,7 @@ class ModelSpec(TeacherSpec):
         same_ids: the ranks that share the model ask with the same ids; else each with its own.
         sequence_parallel_size: neighboring ranks that ask with the same ids.
         trust_remote_code: run the Python code that comes with the model.
+        probe: ids of a text, by which "fp8" is compared with "bfloat16".
     """
 
     output: str = "hidden"
@@ -172,6 +148,7 @@ class ModelSpec(TeacherSpec):
     same_ids: bool = False
     sequence_parallel_size: int = 1
     trust_remote_code: bool = False
+    probe: list = ()
 
     has_weights: ClassVar[bool] = True
     takes_tokenizer: ClassVar[bool] = False
@@ -217,11 +194,14 @@ class ModelSpec(TeacherSpec):
         """Return its ModelTeacher; all ranks take part where they share it.
 
         Raises:
-            ValueError: see `resolve_engine`, `check_compilation`.
+            ValueError: see `resolve_engine`, `check_engine`, `to_float8`.
         """
         engine = self._resolved()
-        if self.compile:
-            check_compilation(engine, _config(self))
+        check_engine(engine, _config(self), self.compile, self.dtype)
+        missing = float8.missing_float8(self.device) if self.dtype == "fp8" else ""
+        if missing:
+            raise ValueError(f"--teacher_dtype fp8: {self.device} does not multiply such numbers "
+                             f"({missing}); use bfloat16")
         return ENGINES[engine](self)
 
     def _resolved(self):
@@ -248,13 +228,12 @@ def checked_engine(cfg, config, num_ranks, ranks_per_node):
         config: of the whole model.
         num_ranks, ranks_per_node: that hold teachers.
     Raises:
-        ValueError: see `teacher_groups`, `resolve_engine`, `check_compilation`.
+        ValueError: see `teacher_groups`, `resolve_engine`, `check_engine`.
     """
     teacher_groups(num_ranks, ranks_per_node, cfg.teacher_tp)
     engine = resolve_engine(cfg.teacher_engine, cfg.teacher_tp, config, num_ranks,
                             is_adapter(cfg.teacher))
-    if cfg.teacher_compile:
-        check_compilation(engine, config)
+    check_engine(engine, config, cfg.teacher_compile, cfg.teacher_dtype)
     return engine
 
 
@@ -480,68 +459,6 @@ class WholeModel(nn.Module):
         return self.model(**model_arguments(ids)).logits
 
 
-def decoder_layers(model):
-    """Return the layers of a causal language model that follow one another.
-
-    Raises:
-        ValueError: there is no list of them.
-    """
-    number = model.config.get_text_config().num_hidden_layers
-    for module in model.get_decoder().modules():
-        if isinstance(module, nn.ModuleList) and len(module) == number:
-            return module
-    raise ValueError(f"--teacher_compile: {type(model).__name__} has no list of its {number} "
-                     "layers, which are compiled one by one; leave it out")
-
-
-def compile_layers(model):
-    """Let torch.compile make each layer's forward pass; equal layers share it, for any length."""
-    # beyond as many torch would run a layer as it is
-    limit = max(torch._dynamo.config.recompile_limit, MOST_VARIANTS)
-    torch._dynamo.config.recompile_limit = limit
-    for layer in decoder_layers(model):
-        layer.compile(backend=COMPILER, dynamic=True)
-
-
-class SummedLinear(nn.Module):
-    """Apply a linear layer whose input features are cut over ranks; each gets the whole output.
-
-    Attributes:
-        linear: of this rank's features, without bias.
-        bias: of the whole layer, or None.
-        group: process group of the ranks.
-    """
-
-    def __init__(self, linear, bias, group):
-        super().__init__()
-        self.linear = linear
-        self.bias = bias
-        self.group = group
-
-    def forward(self, x):
-        output = self.linear(x)
-        dist.all_reduce(output, group=self.group)
-        return output if self.bias is None else output + self.bias
-
-
-def use_plain_layers(model):
-    """Put torch's layers in place of DeepSpeed's, of which torch.compile makes several graphs."""
-    for module in list(model.modules()):
-        for name, layer in list(module.named_children()):
-            if type(layer) is LinearAllreduce:  # not the head
-                setattr(module, name, SummedLinear(
-                    _linear(layer.weight, None), layer.bias, layer.mp_group))
-            elif isinstance(layer, LinearLayer) and not layer.gather_output:
-                setattr(module, name, _linear(layer.weight, layer.bias))
-
-
-def _linear(weight, bias):
-    layer = nn.Linear(*reversed(weight.shape), bias=False, device="meta")
-    layer.weight = weight
-    layer.bias = bias
-    return layer
-
-
 @dataclass
 class SharedModel:
     """Run a model of which every rank of a replica has a shard.
@@ -579,7 +496,10 @@ def load_replicated(spec):
         # such a model is packed for its device while it is loaded
         model = _frozen(_load(spec, device_map={"": spec.device}))
     else:
-        model = _frozen(_load(spec)).to(spec.device)
+        model = _frozen(_load(spec))
+        if spec.dtype == "fp8":
+            to_float8(model, spec)
+        model.to(spec.device)
     num_parameters = sum(parameter.numel() for parameter in model.parameters())
     head = head_of(model, spec.vocab)
     if spec.compile:
@@ -605,6 +525,8 @@ def load_tensor_parallel(spec):
         parameter.data = parameter.data.clone()
     model = _frozen(model)
     use_plain_layers(model)
+    if spec.dtype == "fp8":
+        to_float8(model, spec)
     if spec.compile:
         compile_layers(model)
     if weight is None:  # tied: every rank keeps the whole input embedding
@@ -635,23 +557,24 @@ def _shard_while_loading(spec, config, replica, stack):
     [name] = [name for name, module in model.named_modules() if module is head]
     weight, bias = _once_per_node(lambda: _read_layer(folder, name, dtype), spec.device)
     engine = deepspeed.init_inference(
-        model, tensor_parallel=_shape(spec, replica), dtype=dtype, checkpoint=file.name,
-        base_dir=str(folder))
+        model, checkpoint=file.name, base_dir=str(folder), **_options(spec, replica))
     return engine.module, weight, bias
 
 
 def _shard_once_whole(spec, replica):
     """Return the same for a model type that DeepSpeed shards only after loading."""
-    dtype = _dtype(spec)
     model = _load(spec)
     head = model.get_output_embeddings()
     weight, bias = _once_per_node(lambda: _copy_of(head), spec.device)
-    engine = deepspeed.init_inference(model, tensor_parallel=_shape(spec, replica), dtype=dtype)
+    engine = deepspeed.init_inference(model, **_options(spec, replica))
     return engine.module, weight, bias
 
 
-def _shape(spec, replica):
-    return {"tp_size": spec.degree, "mpu": replica, "tp_group": replica.group}
+def _options(spec, replica):
+    """Return the keyword arguments of DeepSpeed's inference engine."""
+    return {"tensor_parallel": {"tp_size": spec.degree, "mpu": replica, "tp_group": replica.group},
+            "dtype": _dtype(spec),
+            "keep_module_on_host": spec.dtype == "fp8"}  # `to_float8` moves it layer by layer
 
 
 def load_transformers(spec):
@@ -736,6 +659,8 @@ def _config(spec):
 
 
 def _dtype(spec):
+    if spec.dtype == "fp8":
+        return torch.bfloat16  # all but the linear layers
     if spec.dtype != "auto":
         return getattr(torch, spec.dtype)
     return _config(spec).dtype or torch.float32
