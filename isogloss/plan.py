@@ -16,9 +16,10 @@ size.  In bytes of one rank:
     activations  n x layers x (8 h + 4 b h + b (3 q + 2 kv) + 4 b i)
                  with checkpointing n b h x layers and one layer as above
     loss         loss_memory_mib + 4 x head            the head's gradient, where it is trained
-    teacher      b_t (layers / degree + embedding + head), of layers in fp8 1 for b_t, its head /
-                 degree once more where it is sharded, tables of 310 bytes a token of both vocabularies, and until the loss
-                 m n_t h_t b_t (hidden states), m n_t W b_t (logits), 8 m n_t k (topk)
+    teacher      b_t (layers / degree + embedding + head), in fp8 1 for b_t of the layers, its head
+                 / degree once more where it is sharded, tables of 310 bytes a token of both
+                 vocabularies, and until the loss m n_t h_t b_t (hidden states), m n_t W b_t
+                 (logits), 8 m n_t k (topk)
     terms        1,300 m n: what ids tell of the terms between two vocabularies
     step         (b + 12) Pt / N, at stage 3 12 Pt / N, at stage 0 (b + 8) Pt, on CPUs (b + 4) Pt:
                  gradients, in float32, clipped, square roots
@@ -38,12 +39,12 @@ What leaves a node goes by the network, the rest by NVLink.  Gradients and weigh
 rings, which leave a node once for all of its ranks: of a rank's bytes, 1 / (ranks of the node).
 
 A student's rank computes, in a step, 6 P n m operations (4 of a frozen weight; 2 more with
-checkpointing), and 2 of each weight of a teacher for its positions, of layers in fp8 as if they
-were 1.5 times fewer; attention, losses and what a student writes (--on_policy) are left out.  Teachers on ranks of their own work beside them.  A step
-takes as long as the slower of the two, at a share of the peak (--mfu), if what is sent hides
-behind it.  A share of 0.17 is what one H200 reached with a student of 1.2 B weights whose teacher
-had twelve of Qwen3-4B's layers (docs/log/2026-11.md, "a GPU that waits for launches"); 989 TFLOP/s
-is an H100's peak in bfloat16, and 2.5 dollars an hour a guess.
+checkpointing), and 2 of each weight of a teacher for its positions, 2 / 1.5 of its layers in fp8;
+attention, losses and what a student writes (--on_policy) are left out.  Teachers on ranks of their
+own work beside them.  A step takes as long as the slower of the two, at a share of the peak
+(--mfu), if what is sent hides behind it.  A share of 0.17 is what one H200 reached with a student
+of 1.2 B weights whose teacher had twelve of Qwen3-4B's layers (docs/log/2026-11.md, "a GPU that
+waits for launches"); 989 TFLOP/s is an H100's peak in bfloat16, and 2.5 dollars an hour a guess.
 
 What distill.py refuses of a layout is refused here too, by the same checks.  Sizes of models come
 from their config.json, or from recipes/architectures.yaml where there is none.
@@ -126,6 +127,11 @@ class Shape:
     vocab: int
     names: dict
     config: object
+
+    @property
+    def linear(self):
+        """Weights of linear layers, without the head and without experts that are one tensor."""
+        return sum(outputs * inputs for sizes in self.names.values() for outputs, inputs in sizes)
 
 
 @cache
@@ -490,7 +496,6 @@ def teacher_sends(layout, cfg, shape, engine):
 
 def _add_teacher(need, layout, cfg, *, shape, engine):
     b = 4 if cfg.teacher_dtype == "float32" else 2
-    is_float8 = cfg.teacher_dtype == "fp8"
     positions = layout.micro_batch * (cfg.teacher_max_length or cfg.max_length)
     # of all micro-batches, because teachers are asked before the step
     kept = {"hidden": b * shape.hidden, "logits": b * shape.vocab,
@@ -499,10 +504,9 @@ def _add_teacher(need, layout, cfg, *, shape, engine):
     need.backward[f"outputs of {cfg.teacher}"] = layout.micro_batches * positions * kept[output]
     if not cfg.teacher_kind.has_weights:
         return
-    outer = shape.head * (1 if shape.tied else 2)
-    inner = shape.weights - outer
+    small = shape.linear if cfg.teacher_dtype == "fp8" else 0
     operations = 2 * positions * layout.micro_batches * (
-        outer + inner / (FLOAT8_SPEED if is_float8 else 1))
+        shape.weights - small + small / FLOAT8_SPEED)
     if layout.cfg.teacher_ranks:  # which run the samples of all readers
         teacher_ranks, _ = layout.teacher_ranks
         readers = layout.ranks // layout.cfg.ranks_per_reader
@@ -510,7 +514,8 @@ def _add_teacher(need, layout, cfg, *, shape, engine):
     else:
         need.operations += operations / layout.cfg.ranks_per_reader
     degree = cfg.teacher_tp
-    weights = (1 if is_float8 else b) * (inner // degree) + b * outer
+    outer = shape.head * (1 if shape.tied else 2)
+    weights = (b * (shape.weights - outer) - (b - 1) * small) // degree + b * outer
     if engine == "zero3":
         weights = b * (shape.weights // layout.ranks + shape.head)
     elif degree > 1:  # the head is sharded, and whole beside that for the loss

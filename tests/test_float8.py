@@ -1,6 +1,8 @@
 """Layers in 8 bits compute what the type's definition says; a teacher with them is compared."""
 
+import json
 import re
+from dataclasses import replace
 
 import pytest
 import torch
@@ -8,12 +10,20 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
+import jobs
 import ranks
+from isogloss import cache
+from isogloss.command import CacheArgs
 from isogloss.config import Config
+from isogloss.data.batch_types import Example
+from isogloss.data.chat import first_ids
+from isogloss.data.long_texts import MOST_CHARACTERS
+from isogloss.flags.parse import parse_flags
 from isogloss.job.launch import silence_libraries, start_distributed
+from isogloss.job.watch import end_together
 from isogloss.models import float8
 from isogloss.models.float8 import FLOAT8, Float8Linear, mean_kl, rounded, use_float8
-from isogloss.teachers import layers
+from isogloss.teachers import cache_files, layers
 from isogloss.teachers.model import ModelSpec, checked_engine, load_replicated
 from isogloss.teachers.protocol import load_teacher
 from test_teacher import SHAPE, VOCAB, save_checkpoint
@@ -88,7 +98,8 @@ def test_a_layer_multiplies_rounded_rows_by_rounded_rows(bias):
 def test_some_layers_stay_as_they_are():
     model = nn.ModuleDict({
         "inner": nn.Sequential(nn.Linear(32, 16), nn.ReLU()), "router": nn.Linear(32, 16),
-        "odd": nn.Linear(32, 1), "embedding": nn.Embedding(16, 32)})
+        "odd": nn.Linear(32, 1), "empty": nn.Linear(16, 16), "embedding": nn.Embedding(16, 32)})
+    model["empty"].weight.data = torch.zeros(16, 0)
     use_float8(model, [model["router"]])
     changed = [name for name, module in model.named_modules() if isinstance(module, Float8Linear)]
     assert changed == ["inner.0"]
@@ -217,3 +228,44 @@ def test_a_sharded_teacher_in_8_bits_has_half_the_size(checkpoint):
     for nats, size in ranks.run(2, shards, checkpoint):
         assert 0.3 * expected < nats < 3 * expected  # shards have scales of their own
         assert 0.5 < size < 0.51  # norms are whole
+
+
+def test_the_probe_is_the_first_text_that_a_teacher_reads(encoders):
+    _, encoder = encoders
+    texts = ["The first row.", "A second row, which is longer."]
+    ids = [encoder.encode([text])[0].tolist() for text in texts]
+    examples = [Example(None), *map(Example, texts)]
+    assert first_ids(examples, encoder)[-len(ids[0] + ids[1]):] == ids[0] + ids[1]
+    assert first_ids(examples[1:], encoder, count=len(ids[0])) == ids[0]
+    long = Example("a" * (MOST_CHARACTERS + 1))  # no tokenizer takes it
+    assert first_ids([long, *examples[1:]], replace(encoder, max_length=5)) == ids[0][:5]
+
+
+def write_cache(argv):
+    device = start_distributed()
+    with end_together():
+        cache.run(parse_flags(CacheArgs, argv), device)
+
+
+@pytest.mark.slow
+def test_a_run_says_before_its_first_step_what_8_bits_change(models, texts, tmp_path):
+    """Packed or not, on ranks for teachers or not, alone or one of several, and in a cache."""
+    mean = [{"model": str(models[1]), "dtype": dtype, "name": dtype}
+            for dtype in ("fp8", "bfloat16")]
+    argv = jobs.short_run(models, texts, tmp_path, "--steps=2", "--num_workers=0")
+    lines = [[*argv, f"--output_dir={tmp_path / name}", *flags] for name, flags in {
+        "pack": ["--teacher_dtype=fp8", "--pack"],
+        "mean": [f"--teachers={json.dumps(mean)}", "--teacher_weights=mean_p"],
+        "ranks": ["--teacher_dtype=fp8", "--teacher_ranks=1"]}.items()]
+    del lines[1][1]  # --teacher
+    (codes, said), (_, said_by_other) = ranks.run(2, jobs.run_and_listen, *lines[:2])
+    assert codes == [0, 0], said
+    (codes, said_apart), (_, said_by_teacher) = ranks.run(2, jobs.run_and_listen, lines[2])
+    assert codes == [0], said_apart
+    comparison = r"in fp8 its predictions differ from those in bfloat16 by \S+ nats a token"
+    for text, count in ((said, 2), (said_by_other, 0), (said_apart, 0), (said_by_teacher, 1)):
+        assert len(re.findall(comparison, text)) == count
+    ranks.run(1, write_cache, [f"--teacher={models[1]}", argv[3], f"--output={tmp_path / 'cache'}",
+                               "--hidden", "--teacher_dtype=fp8"])
+    manifest = json.loads((tmp_path / "cache" / cache_files.MANIFEST).read_text())
+    assert manifest["dtype"] == "fp8"

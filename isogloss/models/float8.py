@@ -67,7 +67,7 @@ class Float8Linear(nn.Module):
 def use_float8(module, skipped=()):
     """Put a Float8Linear in the place of each linear layer in a module.
 
-    Those whose sizes no kernel takes stay as they are.
+    Those whose sizes no kernel takes stay as they are; a small shard may have no numbers at all.
 
     Args:
         skipped: modules in which nothing is rounded, such as routers.
@@ -76,8 +76,9 @@ def use_float8(module, skipped=()):
         if layer in skipped:
             continue
         use_float8(layer, skipped)
-        if type(layer) is nn.Linear and not any(size % MULTIPLE for size in layer.weight.shape):
-            setattr(module, name, Float8Linear(layer))
+        if type(layer) is nn.Linear and layer.weight.numel():
+            if not any(size % MULTIPLE for size in layer.weight.shape):
+                setattr(module, name, Float8Linear(layer))
 
 
 def mean_kl(logits_NV, other_NV):
