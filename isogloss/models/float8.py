@@ -24,7 +24,7 @@ def missing_float8(device):
     numbers = torch.ones(MULTIPLE, MULTIPLE, device=device)
     try:
         multiply(numbers, *rounded(numbers))
-    except RuntimeError as error:
+    except (RuntimeError, ValueError) as error:
         return str(error).strip().partition("\n")[0]
     return ""
 
