@@ -15,6 +15,7 @@ from torch.nn.functional import ScalingType, scaled_mm
 
 FLOAT8 = torch.float8_e4m3fn
 LARGEST = torch.finfo(FLOAT8).max
+SMALLEST = 1e-30  # of a row's largest number, so that zeros have a scale
 MULTIPLE = 16  # of inputs and outputs, which a GPU's kernels ask for
 BLOCK = 256  # positions of which float32 logits exist at a time
 
@@ -32,7 +33,7 @@ def missing_float8(device):
 def rounded(x_NI):
     """Return (x8, s_x): (N, I) float8 and (N, 1) float32, whose product is about x_NI."""
     largest_N1 = x_NI.abs().amax(-1, keepdim=True).float()
-    scale_N1 = largest_N1.clamp(min=torch.finfo(torch.float32).tiny * LARGEST) / LARGEST
+    scale_N1 = largest_N1.clamp(min=SMALLEST) / LARGEST
     return (x_NI / scale_N1).to(FLOAT8), scale_N1
 
 
@@ -40,8 +41,12 @@ def multiply(x_NI, weight_OI, scale_O1):
     """Return (N, O) bfloat16, x W^T of a weight that is rounded, as x will be."""
     x_NI, scale_N1 = rounded(x_NI)
     rows = ScalingType.RowWise
-    return scaled_mm(x_NI, weight_OI.t(), scale_N1, rows, scale_O1.t(), rows,
-                     output_dtype=torch.bfloat16, use_fast_accum=True)
+    return scaled_mm(
+        x_NI, weight_OI.t(),
+        scale_N1, rows,
+        scale_O1.t(), rows,
+        output_dtype=torch.bfloat16,
+        use_fast_accum=True)
 
 
 class Float8Linear(nn.Module):
@@ -76,15 +81,21 @@ def use_float8(module, skipped=()):
         if layer in skipped:
             continue
         use_float8(layer, skipped)
-        if type(layer) is nn.Linear and layer.weight.numel():
-            if not any(size % MULTIPLE for size in layer.weight.shape):
-                setattr(module, name, Float8Linear(layer))
+        if type(layer) is nn.Linear and fits(layer.weight):
+            setattr(module, name, Float8Linear(layer))
+
+
+def fits(weight_OI):
+    outputs, inputs = weight_OI.shape
+    return outputs * inputs > 0 and outputs % MULTIPLE == 0 and inputs % MULTIPLE == 0
 
 
 def mean_kl(logits_NV, other_NV):
     """Return KL(p || q) in nats, the mean over positions, of (N, V) logits of p and q."""
     total = 0.0
-    for logits, other in zip(logits_NV.split(BLOCK), other_NV.split(BLOCK), strict=True):
-        logp_NV = logits.float().log_softmax(-1)
-        total += float((logp_NV.exp() * (logp_NV - other.float().log_softmax(-1))).sum())
+    for start in range(0, len(logits_NV), BLOCK):
+        block = slice(start, start + BLOCK)
+        logp = logits_NV[block].float().log_softmax(-1)
+        logq = other_NV[block].float().log_softmax(-1)
+        total += float((logp.exp() * (logp - logq)).sum())
     return total / len(logits_NV)

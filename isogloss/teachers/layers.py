@@ -13,7 +13,6 @@ from torch import nn
 from isogloss.job.watch import print_line
 from isogloss.models import float8, pretrained
 from isogloss.models.compiler import missing_compiler
-from isogloss.student.router import routers_of
 
 COMPILER = "inductor"
 # Compiled once each: kinds of layers x whether there is one row x kinds of masks, of all teachers.
@@ -96,7 +95,7 @@ def to_float8(model, spec):
     Raises:
         ValueError: nothing can be rounded, or the model predicts the probe otherwise than before.
     """
-    routers, _ = routers_of(model)
+    routers, _ = pretrained.routers_of(model)
 
     def bring(layer, inputs):
         layer.to(spec.device)
