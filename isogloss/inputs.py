@@ -1,6 +1,7 @@
 """Read and check all that the flags name but the weights' values, and load a run's batches."""
 
 import contextlib
+import itertools
 import math
 import os
 import sys
@@ -69,7 +70,6 @@ from isogloss.teachers.model import reads_more_than_text
 from isogloss.tile_plan import CPU_SUB_TILES, GPU_SUB_TILES, MIB
 
 PROMPTS_TO_TRY = 64  # rows of which one has to give a prompt
-PROBED_ROWS = 64  # of which a teacher in 8 bits reads about a thousand tokens
 AUTO_FRACTION = 1 / 8  # of a GPU's free memory, --loss_memory_mib auto.  Not tuned.
 GPU_WIDTH_STEP = 64  # tokens; an H200 takes 50 ms to prepare its attention for another width
 
@@ -583,14 +583,13 @@ def plan_ensemble(cfg, student, encoders, configs, device):
 
 def give_probes(teachers, data):
     """Tell teachers in 8 bits the first text of the data, by which they are compared with 16."""
-    source = data.sources[0]
-    for setup in teachers:
-        for spec in setup.spec.single():
-            if spec.has_weights and spec.dtype == "fp8":
-                rows = open_data.first_rows(source.train_data, PROBED_ROWS, source.reader.text_key,
-                                            source.reader.source)
-                examples = (source.reader(row, number) for number, row in enumerate(rows))
-                spec.probe = first_ids(examples, setup.encoder)
+    train_data = data.sources[0].train_data
+    reader = data.sources[0].reader
+    specs = [(setup, spec) for setup in teachers for spec in setup.spec.single()]
+    for setup, spec in specs:
+        if spec.has_weights and spec.dtype == "fp8":
+            rows = open_data.first_rows(train_data, PROMPTS_TO_TRY, reader.text_key, reader.source)
+            spec.probe = first_ids(map(reader, rows, itertools.count()), setup.encoder)
 
 
 # --- batches --------------------------------------------------------------------------------------

@@ -128,11 +128,6 @@ class Shape:
     names: dict
     config: object
 
-    @property
-    def linear(self):
-        """Weights of linear layers, without the head and without experts that are one tensor."""
-        return sum(outputs * inputs for sizes in self.names.values() for outputs, inputs in sizes)
-
 
 @cache
 def shape_of(role, path, trust_remote_code=False):
@@ -504,7 +499,9 @@ def _add_teacher(need, layout, cfg, *, shape, engine):
     need.backward[f"outputs of {cfg.teacher}"] = layout.micro_batches * positions * kept[output]
     if not cfg.teacher_kind.has_weights:
         return
-    small = shape.linear if cfg.teacher_dtype == "fp8" else 0
+    small = 0  # weights in 8 bits, not of experts that are one tensor
+    if cfg.teacher_dtype == "fp8":
+        small = sum(map(math.prod, itertools.chain(*shape.names.values())))
     operations = 2 * positions * layout.micro_batches * (
         shape.weights - small + small / FLOAT8_SPEED)
     if layout.cfg.teacher_ranks:  # which run the samples of all readers

@@ -14,7 +14,7 @@ from isogloss.job.launch import silence_libraries, start_distributed
 from isogloss.job.layout import join_ids, join_members, teacher_groups
 from isogloss.models.pretrained import check_weights
 from isogloss.teachers import layers
-from isogloss.teachers.layers import check_compilation
+from isogloss.teachers.layers import check_engine
 from isogloss.teachers.model import (
     ModelSpec,
     Offload,
@@ -41,10 +41,10 @@ SHARDED = {
     "gemma3_text": SHAPE | {"head_dim": 32, "sliding_window": 8},
     "granite": SHAPE | {"logits_scaling": 3.0},
     "smollm3": SHAPE,
-    "gpt_neox": SHAPE,
 }
 # What transformers shards over all ranks; ZeRO-3 takes it for other degrees.
 PLANNED = {
+    "gpt_neox": EVEN,
     "phi3": EVEN,
     "olmo2": EVEN,
     "qwen3_moe": EVEN | {"head_dim": 32, "num_experts": 4, "num_experts_per_tok": 2,
@@ -198,8 +198,8 @@ def check_one_head_per_node(teacher):
 LARGEST_FRACTION = {("replicated", 1): 1, ("zero3", 2): 0.26, ("tensor_parallel", 2): 0.56,
                     ("tensor_parallel", 4): 0.45, ("transformers", 4): 0.45}
 # with two groups of two ranks; an architecture that four ranks shard is sharded by two as well
-IN_TWO_GROUPS = {"tensor_parallel": ("llama", "gemma2", "gpt_neox"),
-                 "zero3": ("gpt2", "qwen3_moe", "gemma3")}
+IN_TWO_GROUPS = {"tensor_parallel": ("llama", "gemma2", "qwen3"),
+                 "zero3": ("gpt2", "gpt_neox", "qwen3_moe", "gemma3")}
 
 
 @pytest.mark.slow
@@ -408,10 +408,10 @@ def compare_compiled(folder, cases):
     return graphs_of_cases
 
 
-COMPILED = {"llama": "tensor_parallel", "gpt_neox": "tensor_parallel", "phi3": "transformers"}
+COMPILED = {"llama": "tensor_parallel", "gemma3_text": "tensor_parallel", "phi3": "transformers"}
 
 
-@pytest.mark.parametrize("names", [["llama"], pytest.param(["gpt_neox", "phi3"],
+@pytest.mark.parametrize("names", [["llama"], pytest.param(["gemma3_text", "phi3"],
                                                            marks=pytest.mark.slow)])
 def test_a_layer_of_a_compiled_shard_is_one_graph_with_two_sums_over_ranks(tmp_path, names):
     cases = [Case(name, COMPILED[name], 2) for name in names]
@@ -427,15 +427,15 @@ def test_a_layer_of_a_compiled_shard_is_one_graph_with_two_sums_over_ranks(tmp_p
 def test_what_cannot_be_compiled_is_refused(monkeypatch):
     config = AutoConfig.for_model("llama")
     for engine in ("tensor_parallel", "transformers"):
-        check_compilation(engine, config)
+        check_engine(engine, config, True, "auto")
     with pytest.raises(ValueError, match="not with --teacher_engine zero3"):
-        check_compilation("zero3", config)
+        check_engine("zero3", config, True, "auto")
     monkeypatch.setattr(layers, "missing_compiler", lambda: "there is no compiler")
     with pytest.raises(ValueError, match=r"there is no compiler, which torch\.compile needs"):
-        check_compilation("replicated", config)
+        check_engine("replicated", config, True, "auto")
     config.quantization_config = {"quant_method": "gptq"}
     with pytest.raises(ValueError, match=r"quantized \(gptq\)"):
-        check_compilation("replicated", config)
+        check_engine("replicated", config, True, "auto")
     flags = dict(student="s", teacher="t", data="d", teacher_compile=True)
     with pytest.raises(ValueError, match="reads where they were"):
         Config(**flags, teacher_offload=True)

@@ -17,17 +17,17 @@ FLOAT8 = torch.float8_e4m3fn
 LARGEST = torch.finfo(FLOAT8).max
 SMALLEST = 1e-30  # of a row's largest number, so that zeros have a scale
 MULTIPLE = 16  # of inputs and outputs, which a GPU's kernels ask for
-BLOCK = 256  # positions of which float32 logits exist at a time
 
 
-def missing_float8(device):
-    """Say why a device cannot multiply float8 numbers; "": it can."""
+def check_float8(device):
+    """Raise a ValueError where a device cannot multiply such numbers."""
     numbers = torch.ones(MULTIPLE, MULTIPLE, device=device)
     try:
         multiply(numbers, *rounded(numbers))
     except (RuntimeError, ValueError) as error:
-        return str(error).strip().partition("\n")[0]
-    return ""
+        reason = str(error).strip().partition("\n")[0]
+        raise ValueError(f"--teacher_dtype fp8: {device} does not multiply such numbers "
+                         f"({reason}); use bfloat16") from None
 
 
 def rounded(x_NI):
@@ -41,12 +41,8 @@ def multiply(x_NI, weight_OI, scale_O1):
     """Return (N, O) bfloat16, x W^T of a weight that is rounded, as x will be."""
     x_NI, scale_N1 = rounded(x_NI)
     rows = ScalingType.RowWise
-    return scaled_mm(
-        x_NI, weight_OI.t(),
-        scale_N1, rows,
-        scale_O1.t(), rows,
-        output_dtype=torch.bfloat16,
-        use_fast_accum=True)
+    return scaled_mm(x_NI, weight_OI.t(), scale_N1, rows, scale_O1.t(), rows,
+                     output_dtype=torch.bfloat16, use_fast_accum=True)
 
 
 class Float8Linear(nn.Module):
@@ -88,14 +84,3 @@ def use_float8(module, skipped=()):
 def fits(weight_OI):
     outputs, inputs = weight_OI.shape
     return outputs * inputs > 0 and outputs % MULTIPLE == 0 and inputs % MULTIPLE == 0
-
-
-def mean_kl(logits_NV, other_NV):
-    """Return KL(p || q) in nats, the mean over positions, of (N, V) logits of p and q."""
-    total = 0.0
-    for start in range(0, len(logits_NV), BLOCK):
-        block = slice(start, start + BLOCK)
-        logp = logits_NV[block].float().log_softmax(-1)
-        logq = other_NV[block].float().log_softmax(-1)
-        total += float((logp.exp() * (logp - logq)).sum())
-    return total / len(logits_NV)

@@ -11,8 +11,10 @@ from deepspeed.module_inject.layers import LinearAllreduce, LinearLayer
 from torch import nn
 
 from isogloss.job.watch import print_line
+from isogloss.losses import forward_kl
 from isogloss.models import float8, pretrained
 from isogloss.models.compiler import missing_compiler
+from isogloss.teachers.protocol import BLOCK
 
 COMPILER = "inductor"
 # Compiled once each: kinds of layers x whether there is one row x kinds of masks, of all teachers.
@@ -30,36 +32,28 @@ def check_engine(engine, config, compile, dtype):
         engine: as `resolve_engine` returns it; config: of the whole model.
         compile, dtype: see ModelSpec.
     """
-    if compile:
-        check_compilation(engine, config)
+    method = pretrained.quantization_of(config)
     if dtype == "fp8":
-        check_float8(engine, config)
-
-
-def check_compilation(engine, config):
+        if engine not in ("replicated", "tensor_parallel"):
+            raise ValueError(
+                f"--teacher_dtype fp8: not with --teacher_engine {engine}, which cuts weights in "
+                "their precision; use bfloat16, or a model that tensor_parallel shards")
+        if method:
+            raise ValueError("--teacher_dtype fp8: the teacher's weights are quantized already "
+                             f"({method}); use auto")
+    if not compile:
+        return
     if engine == "zero3":
         raise ValueError(
             "--teacher_compile: not with --teacher_engine zero3, which gathers weights between "
             "the parts of a layer, so that nothing is left to compile; leave it out")
-    if pretrained.quantization_of(config):
-        raise ValueError(
-            "--teacher_compile: the teacher's weights are quantized "
-            f"({pretrained.quantization_of(config)}), and their library has kernels of its own; "
-            "leave it out")
+    if method:
+        raise ValueError(f"--teacher_compile: the teacher's weights are quantized ({method}), and "
+                         "their library has kernels of its own; leave it out")
     missing = missing_compiler()
     if missing:
         raise ValueError(f"--teacher_compile: {missing}, which torch.compile needs; install it, or "
                          "leave the flag out")
-
-
-def check_float8(engine, config):
-    if engine not in ("replicated", "tensor_parallel"):
-        raise ValueError(
-            f"--teacher_dtype fp8: not with --teacher_engine {engine}, which cuts weights in their "
-            "precision; use bfloat16, or a model that tensor_parallel shards")
-    if pretrained.quantization_of(config):
-        raise ValueError("--teacher_dtype fp8: the teacher's weights are quantized already "
-                         f"({pretrained.quantization_of(config)}); use auto")
 
 
 def decoder_layers(model):
@@ -120,7 +114,10 @@ def to_float8(model, spec):
     if not num_rounded:
         raise ValueError(f"--teacher_dtype fp8: {type(model).__name__} of --teacher {spec.path} "
                          "has no linear layers that can be rounded; use bfloat16")
-    nats = float8.mean_kl(exact, rounded)
+    nats = 0.0
+    for rows, rounded_rows in zip(exact.split(BLOCK), rounded.split(BLOCK)):
+        total, _ = forward_kl(rounded_rows[None], rows[None], None)
+        nats += float(total) / len(exact)
     text = (f"--teacher {spec.path}: in fp8 its predictions differ from those in bfloat16 by "
             f"{nats:.2g} nats a token ({num_rounded} layers, {len(exact)} tokens)")
     if not nats <= MOST_NATS:  # NaN too

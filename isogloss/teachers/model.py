@@ -29,7 +29,8 @@ from isogloss.flags.model_names import read_model_name
 from isogloss.job import ipc
 from isogloss.job.layout import Replica, node_size, teacher_groups
 from isogloss.job.rendezvous import values_of_ranks
-from isogloss.models import float8, pretrained
+from isogloss.models import pretrained
+from isogloss.models.float8 import check_float8
 from isogloss.teachers.layers import check_engine, compile_layers, to_float8, use_plain_layers
 from isogloss.teachers.protocol import BLOCK, TeacherSource, TeacherSpec
 from isogloss.teachers.text_scores import ScoredLogits, scores_of_rows
@@ -40,8 +41,6 @@ from isogloss.tiles import Head, HiddenLogits, StoredLogits, TopKLogits, head_of
 JOINED_POSITIONS = 16_384
 # model types that DeepSpeed's inference engine shards as it loads them (0.19.8)
 SHARDED = {"llama", "qwen2", "qwen3", "mistral", "gemma2", "gemma3_text", "granite", "smollm3"}
-# and only once every rank has loaded them whole
-SHARDED_ONCE_WHOLE = {"gpt_neox"}
 
 
 def reads_more_than_text(config):
@@ -77,7 +76,6 @@ def resolve_engine(engine, degree, config, num_ranks, is_adapter=False):
     text_config = config.get_text_config()
     # DeepSpeed would take the text part for a model by itself, and leave it without weights
     model_type = config.model_type if reads_more_than_text(config) else text_config.model_type
-    known = SHARDED | SHARDED_ONCE_WHOLE
     heads = getattr(text_config, "num_key_value_heads", None)
     heads = heads or getattr(text_config, "num_attention_heads", 0)
     # transformers' plans cut whole key-value heads
@@ -85,7 +83,7 @@ def resolve_engine(engine, degree, config, num_ranks, is_adapter=False):
     if engine == "auto":  # the first that can; a whole copy needs no communication
         if degree == 1:
             return "replicated"
-        if model_type in known:
+        if model_type in SHARDED:
             return "tensor_parallel"
         return "transformers" if has_plan and degree == num_ranks else "zero3"
     if engine == "transformers" and not has_plan:
@@ -96,9 +94,9 @@ def resolve_engine(engine, degree, config, num_ranks, is_adapter=False):
         raise ValueError(
             f"--teacher_tp {degree} with --teacher_engine transformers: it takes all of the "
             f"{num_ranks} ranks that hold teachers, and more than one; use auto")
-    if engine == "tensor_parallel" and model_type not in known:
+    if engine == "tensor_parallel" and model_type not in SHARDED:
         raise ValueError(f"--teacher_engine tensor_parallel: does not shard {model_type} models, "
-                         f"only {', '.join(sorted(known))}; use auto or zero3")
+                         f"only {', '.join(sorted(SHARDED))}; use auto or zero3")
     if engine == "replicated" and degree > 1:
         raise ValueError(f"--teacher_tp {degree} with --teacher_engine replicated: a whole copy "
                          "per rank is degree 1; use auto")
@@ -198,10 +196,8 @@ class ModelSpec(TeacherSpec):
         """
         engine = self._resolved()
         check_engine(engine, _config(self), self.compile, self.dtype)
-        missing = float8.missing_float8(self.device) if self.dtype == "fp8" else ""
-        if missing:
-            raise ValueError(f"--teacher_dtype fp8: {self.device} does not multiply such numbers "
-                             f"({missing}); use bfloat16")
+        if self.dtype == "fp8":
+            check_float8(self.device)
         return ENGINES[engine](self)
 
     def _resolved(self):
@@ -516,10 +512,7 @@ def load_tensor_parallel(spec):
         # DeepSpeed prints every layer that it shards
         stack.enter_context(contextlib.redirect_stdout(io.StringIO()))
         stack.enter_context(contextlib.redirect_stderr(io.StringIO()))
-        if config.get_text_config().model_type in SHARDED:
-            model, weight, bias = _shard_while_loading(spec, config, replica, stack)
-        else:
-            model, weight, bias = _shard_once_whole(spec, replica)
+        model, weight, bias = _shard_while_loading(spec, config, replica, stack)
     for parameter in model.parameters():
         # some are still the files' own pages, and keep all of them mapped
         parameter.data = parameter.data.clone()
@@ -556,25 +549,12 @@ def _shard_while_loading(spec, config, replica, stack):
     head = model.get_output_embeddings()
     [name] = [name for name, module in model.named_modules() if module is head]
     weight, bias = _once_per_node(lambda: _read_layer(folder, name, dtype), spec.device)
+    tensor_parallel = {"tp_size": spec.degree, "mpu": replica, "tp_group": replica.group}
     engine = deepspeed.init_inference(
-        model, checkpoint=file.name, base_dir=str(folder), **_options(spec, replica))
+        model, tensor_parallel=tensor_parallel, dtype=dtype, checkpoint=file.name,
+        base_dir=str(folder),
+        keep_module_on_host=spec.dtype == "fp8")  # `to_float8` moves it layer by layer
     return engine.module, weight, bias
-
-
-def _shard_once_whole(spec, replica):
-    """Return the same for a model type that DeepSpeed shards only after loading."""
-    model = _load(spec)
-    head = model.get_output_embeddings()
-    weight, bias = _once_per_node(lambda: _copy_of(head), spec.device)
-    engine = deepspeed.init_inference(model, **_options(spec, replica))
-    return engine.module, weight, bias
-
-
-def _options(spec, replica):
-    """Return the keyword arguments of DeepSpeed's inference engine."""
-    return {"tensor_parallel": {"tp_size": spec.degree, "mpu": replica, "tp_group": replica.group},
-            "dtype": _dtype(spec),
-            "keep_module_on_host": spec.dtype == "fp8"}  # `to_float8` moves it layer by layer
 
 
 def load_transformers(spec):
@@ -582,27 +562,13 @@ def load_transformers(spec):
     if spec.offload:
         raise ValueError(f"--teacher_offload: not for {spec.path}, which transformers shards; "
                          "leave it out, or use --teacher_engine zero3")
-    dtype = _dtype(spec)
     replica = Replica(spec.degree)
-    folder = local_folder(spec.path)
-    _weight_files(folder)  # without them all ranks end here, not one of them below
+    _weight_files(local_folder(spec.path))  # without them all ranks end here, not one of them below
     model = _frozen(_load(spec, distributed_config=DistributedConfig(tp_size=spec.degree)))
-    names = {module: name for name, module in model.named_modules()}
-    head = names[model.get_output_embeddings()]
-    embedding = names[model.get_input_embeddings()]
-
-    def whole_head():
-        weight, bias = _read_layer(folder, head, dtype)
-        if weight is None:  # tied
-            weight, _ = _read_layer(folder, embedding, dtype)
-        return weight, bias
-
     if spec.compile:
         compile_layers(model)
-    weight, bias = _once_per_node(whole_head, spec.device)
-    if weight is None:  # files of a model that reads images have other names
-        gathered = _gathered(model.get_output_embeddings())
-        weight, bias = _once_per_node(lambda: gathered, spec.device)
+    gathered = _gathered(model.get_output_embeddings())
+    weight, bias = _once_per_node(lambda: gathered, spec.device)
     num_parameters = 0
     for parameter in model.parameters():
         local = parameter.to_local() if hasattr(parameter, "to_local") else parameter
