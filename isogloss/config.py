@@ -768,8 +768,6 @@ EXCLUDES = [
     ("pipeline_parallel", "sequence_parallel", ": these do not go together; leave out one of them"),
     *[(name, "pipeline_parallel", ", whose stages share no weights; use ZeRO-3, or let the student "
        "itself write") for name in ("writer", "rollout_command")],
-    ("teacher_compile", "teacher_offload",
-     ", which moves the weights that compiled code reads where they were; leave out one of them"),
 ]
 
 

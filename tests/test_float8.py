@@ -212,7 +212,7 @@ def shards(path):
         options = dict(engine="tensor_parallel", degree=2, probe=PROBE)
         exact, teacher, compiled, offloaded = [
             load_teacher(spec_of(path, **options | more)) for more in (
-                {"dtype": "bfloat16"}, {}, {"compile": True}, {"offload": True})]
+                {"dtype": "bfloat16"}, {}, {"compile": True}, {"compile": True, "offload": True})]
     assert torch.equal(offloaded.hidden(ids), teacher.hidden(ids))
     assert torch.equal(compiled.hidden(ids), teacher.hidden(ids))
     logits = [model.logits(ids).flatten(0, 1)[:, :VOCAB] for model in (exact, teacher)]

@@ -77,10 +77,6 @@ def use_float8(module, skipped=()):
         if layer in skipped:
             continue
         use_float8(layer, skipped)
-        if type(layer) is nn.Linear and fits(layer.weight):
-            setattr(module, name, Float8Linear(layer))
-
-
-def fits(weight_OI):
-    outputs, inputs = weight_OI.shape
-    return outputs * inputs > 0 and outputs % MULTIPLE == 0 and inputs % MULTIPLE == 0
+        if type(layer) is nn.Linear and layer.weight.numel():
+            if not any(size % MULTIPLE for size in layer.weight.shape):
+                setattr(module, name, Float8Linear(layer))

@@ -57,11 +57,7 @@ def check_engine(engine, config, compile, dtype):
 
 
 def decoder_layers(model):
-    """Return the layers of a causal language model that follow one another.
-
-    Raises:
-        ValueError: there is no list of them.
-    """
+    """Return the layers of a causal language model that follow one another; ValueError: none."""
     number = model.config.get_text_config().num_hidden_layers
     for module in model.get_decoder().modules():
         if isinstance(module, nn.ModuleList) and len(module) == number:
@@ -127,12 +123,9 @@ def to_float8(model, spec):
 
 
 class SummedLinear(nn.Module):
-    """Apply a linear layer whose input features are cut over ranks; each gets the whole output.
+    """Apply a linear layer whose input features are cut over the ranks of a group.
 
-    Attributes:
-        linear: of this rank's features, without bias.
-        bias: of the whole layer, or None.
-        group: process group of the ranks.
+    Each rank gets the whole output; `linear` reads its features and has no bias.
     """
 
     def __init__(self, linear, bias, group):
