@@ -16,7 +16,7 @@ import itertools
 import shutil
 import time
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import date
 from functools import partial
 from pathlib import Path
@@ -34,11 +34,10 @@ from huggingface_hub import HfApi
 from isogloss.align import fingerprint
 from isogloss.config import template_kwargs
 from isogloss.data.batch import keys_of, pad_id
-from isogloss.data.chat import chat_text, read_rendering
+from isogloss.data.chat import first_ids, teacher_ids
 from isogloss.data.checks import explained
 from isogloss.data.mixture import sources_of
 from isogloss.data.open_data import holds_chats
-from isogloss.data.turns import SkippedChat, Template
 from isogloss.errors import DataError
 from isogloss.flags.model_names import is_address, read_model_name, without_secrets
 from isogloss.flags.parse import refusing
@@ -145,17 +144,7 @@ class Texts:
             # an empty row has no text
             coded = self.encoder.encode([example.content or "" for example in examples])
             return [ids[:limit] for ids in coded]
-        arrays = []
-        for example in examples:
-            try:
-                template = Template(self.encoder, example.tools)
-                text = chat_text(example.for_teachers()[0], template)
-            except SkippedChat:
-                arrays.append(np.zeros(0, np.int64))
-                continue
-            ids, _ = read_rendering(text, self.encoder)
-            arrays.append(ids[:limit])
-        return arrays
+        return [teacher_ids(example, self.encoder)[:limit] for example in examples]
 
 
 @dataclass
@@ -511,7 +500,13 @@ def prepare(args, device):
     spec = cfg.teacher_kind.of(cfg, encoder, device)
     spec.same_ids = True
     dtype = getattr(torch, args.teacher_dtype, None) or config.dtype or torch.float32
+    is_float8 = args.teacher_dtype == "fp8"
+    if is_float8:
+        dtype = torch.bfloat16  # of hidden states
+        spec.probe = first_ids(texts.all(), encoder)
     manifest, positions = plan(args, texts, encoder, config.get_text_config(), dtype)
+    if is_float8:
+        manifest = replace(manifest, dtype="fp8")
     return texts, manifest, spec, positions
 
 

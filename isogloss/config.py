@@ -437,15 +437,15 @@ class TeacherParallelismFlags:
         "on the next step while the others train. 0: the student's ranks hold them.",
         low=0, high=2**16, free=True)
     teacher_dtype: str = flag(
-        "auto", "auto (as in the checkpoint), float32, bfloat16 or float16.",
-        choices=("auto", "float32", "bfloat16", "float16"), key="dtype")
+        "auto", "auto (as in the checkpoint), float32, bfloat16, float16, or fp8: bfloat16 with "
+        "the linear layers in 8 bits, which are compared with 16 before the first step.",
+        choices=("auto", "float32", "bfloat16", "float16", "fp8"), key="dtype")
     teacher_offload: bool = flag(
         False, "keep the teacher's weights in the host's memory but for its forward passes.",
         free=True, key="offload")
     teacher_compile: bool = flag(
-        False, "compile the teacher's forward pass by torch.compile; for whole copies of a "
-        "teacher. Its rows are padded to a few lengths, because each takes up to minutes to "
-        "compile.", free=True, key="compile")
+        False, "compile the teacher's layers by torch.compile, which takes up to a minute, once; "
+        "not with teacher_engine zero3.", free=True, key="compile")
 
 
 @dataclass(kw_only=True)
@@ -777,8 +777,6 @@ EXCLUDES = [
     ("pipeline_parallel", "sequence_parallel", ": these do not go together; leave out one of them"),
     *[(name, "pipeline_parallel", ", whose stages share no weights; use ZeRO-3, or let the student "
        "itself write") for name in ("writer", "rollout_command")],
-    ("teacher_compile", "teacher_offload",
-     ", which moves the weights that compiled code reads where they were; leave out one of them"),
 ]
 
 

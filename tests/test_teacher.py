@@ -13,12 +13,11 @@ from isogloss.config import Config
 from isogloss.job.launch import silence_libraries, start_distributed
 from isogloss.job.layout import join_ids, join_members, teacher_groups
 from isogloss.models.pretrained import check_weights
-from isogloss.teachers import model as model_teachers
+from isogloss.teachers import layers
+from isogloss.teachers.layers import check_engine
 from isogloss.teachers.model import (
     ModelSpec,
     Offload,
-    bucket,
-    check_compilation,
     head_gives_own_logits,
     load_replicated,
     resolve_engine,
@@ -42,10 +41,10 @@ SHARDED = {
     "gemma3_text": SHAPE | {"head_dim": 32, "sliding_window": 8},
     "granite": SHAPE | {"logits_scaling": 3.0},
     "smollm3": SHAPE,
-    "gpt_neox": SHAPE,
 }
 # What transformers shards over all ranks; ZeRO-3 takes it for other degrees.
 PLANNED = {
+    "gpt_neox": EVEN,
     "phi3": EVEN,
     "olmo2": EVEN,
     "qwen3_moe": EVEN | {"head_dim": 32, "num_experts": 4, "num_experts_per_tok": 2,
@@ -78,22 +77,26 @@ def checkpoints(tmp_path_factory):
     """A directory for each architecture, with random weights, norms and biases included."""
     folder = tmp_path_factory.mktemp("teachers")
     for name, shape in (SHARDED | OTHERS | MULTIMODAL).items():
-        torch.manual_seed(0)
-        kind = AutoModelForImageTextToText if name in MULTIMODAL else AutoModelForCausalLM
-        model = kind.from_config(AutoConfig.for_model(name, **shape))
-        with torch.no_grad():
-            for parameter in model.parameters():
-                if parameter.dim() == 1:
-                    parameter.add_(0.1 * torch.randn_like(parameter))
-        model.save_pretrained(folder / name, max_shard_size="200KB")  # several files
+        save_checkpoint(folder, name, shape)
         if name in MULTIMODAL:
             check_weights("teacher", str(folder / name))
     return folder
 
 
-def load(folder, name, engine, degree, offload=False):
-    spec = ModelSpec(path=str(folder / name), vocab=VOCAB, engine=engine, dtype="float32",
-                       device="cpu", degree=degree, offload=offload)
+def save_checkpoint(folder, name, shape):
+    torch.manual_seed(0)
+    kind = AutoModelForImageTextToText if name in MULTIMODAL else AutoModelForCausalLM
+    model = kind.from_config(AutoConfig.for_model(name, **shape))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() == 1:
+                parameter.add_(0.1 * torch.randn_like(parameter))
+    model.save_pretrained(folder / name, max_shard_size="200KB")  # several files
+
+
+def load(folder, name, engine, degree, **options):
+    spec = ModelSpec(path=str(folder / name), vocab=VOCAB, engine=engine, device="cpu",
+                     degree=degree, **{"dtype": "float32"} | options)
     return load_teacher(spec)
 
 
@@ -195,8 +198,8 @@ def check_one_head_per_node(teacher):
 LARGEST_FRACTION = {("replicated", 1): 1, ("zero3", 2): 0.26, ("tensor_parallel", 2): 0.56,
                     ("tensor_parallel", 4): 0.45, ("transformers", 4): 0.45}
 # with two groups of two ranks; an architecture that four ranks shard is sharded by two as well
-IN_TWO_GROUPS = {"tensor_parallel": ("llama", "gemma2", "gpt_neox"),
-                 "zero3": ("gpt2", "qwen3_moe", "gemma3")}
+IN_TWO_GROUPS = {"tensor_parallel": ("llama", "gemma2", "qwen3"),
+                 "zero3": ("gpt2", "gpt_neox", "qwen3_moe", "gemma3")}
 
 
 @pytest.mark.slow
@@ -350,27 +353,25 @@ def test_quantized_weights_stay_whole_and_an_adapter_is_sharded_by_zero3_alone()
 # --- compiled -------------------------------------------------------------------------------------
 
 
-def test_lengths_fall_into_few_buckets():
-    buckets = [bucket(length) for length in range(1, 8193)]
-    assert len(set(buckets)) == 20 and buckets == sorted(buckets)
-    for length, padded in enumerate(buckets, 1):
-        assert length <= padded and padded % 128 == 0
-        assert bucket(padded) == padded and (length <= 1024 or padded <= 1.25 * length)
-
-
-@pytest.mark.slow
-def test_a_compiled_teacher_gives_the_same_logits(checkpoints, monkeypatch):
-    """Whatever the length, packed or not, in windows or not; the same length is compiled once."""
-    compiled_shapes = []
+def counting_compiler(monkeypatch):
+    """Let the graphs of compiled layers run as they are; return the list that they are put in."""
+    graphs = []
 
     def compiler(graph, inputs):
-        compiled_shapes.append([tuple(x.shape) for x in inputs if x.dtype == torch.int64])
+        graphs.append([str(node.target) for node in graph.graph.nodes])
         return graph.forward
 
-    monkeypatch.setattr(model_teachers, "COMPILER", compiler)
+    monkeypatch.setattr(layers, "COMPILER", compiler)
+    return graphs
+
+
+def test_a_compiled_teacher_gives_the_same_logits(tmp_path, monkeypatch):
+    """Whatever the length, packed or not, in windows or not; no length is compiled anew."""
+    graphs = counting_compiler(monkeypatch)
+    save_checkpoint(tmp_path, "gemma3_text", SHARDED["gemma3_text"])
     torch.manual_seed(1)
     plain, compiled = (
-        load_replicated(ModelSpec(path=str(checkpoints / "gemma3_text"), vocab=VOCAB,
+        load_replicated(ModelSpec(path=str(tmp_path / "gemma3_text"), vocab=VOCAB,
                                   dtype="float32", compile=compile)) for compile in (False, True))
     packed_positions = torch.cat([torch.arange(9), torch.arange(6)])[None]
     ids = torch.randint(VOCAB, (1, 15))
@@ -381,26 +382,60 @@ def test_a_compiled_teacher_gives_the_same_logits(checkpoints, monkeypatch):
             expected = plain.read(given, output)(positions)
             assert logits.shape == expected.shape
             assert torch.allclose(logits, expected, atol=2e-6), (given.shape, output)
-    count = len(compiled_shapes)
-    compiled.read(torch.randint(VOCAB, (1, 40)))
-    assert len(compiled_shapes) == count  # 15 and 40 positions become as many, the context
-    assert any((2, 64) in shapes for shapes in compiled_shapes)
+    count = len(graphs)
+    for length in range(20, 60, 7):
+        compiled.read(torch.randint(VOCAB, (2, length)))
+    assert len(graphs) == count > 0
     torch._dynamo.reset()
+
+
+def compare_compiled(folder, cases):
+    """Return the graphs of each case, whose logits are those of the whole model."""
+    start_distributed()
+    silence_libraries()
+    graphs_of_cases = []
+    for case in cases:
+        with pytest.MonkeyPatch.context() as monkeypatch:
+            graphs = counting_compiler(monkeypatch)
+            teacher = load(folder, *case, compile=True)
+        whole = whole_model(folder / case.name)
+        for rows, length in ((2, 9), (4, 30), (3, 14), (2, 63)):
+            ids = torch.randint(VOCAB, (rows, length))
+            with torch.no_grad():
+                assert relative_error(teacher.logits(ids), whole(ids).logits) < 1e-4, case
+        graphs_of_cases.append(graphs)
+        torch._dynamo.reset()
+    return graphs_of_cases
+
+
+COMPILED = {"llama": "tensor_parallel", "gemma3_text": "tensor_parallel", "phi3": "transformers"}
+
+
+@pytest.mark.parametrize("names", [["llama"], pytest.param(["gemma3_text", "phi3"],
+                                                           marks=pytest.mark.slow)])
+def test_a_layer_of_a_compiled_shard_is_one_graph_with_two_sums_over_ranks(tmp_path, names):
+    cases = [Case(name, COMPILED[name], 2) for name in names]
+    biased = {"attention_bias": True, "mlp_bias": True}  # of Llama, which others do not know
+    for name in names:
+        save_checkpoint(tmp_path, name, (SHARDED | PLANNED)[name] | biased)
+    for graphs_of_cases in ranks.run(2, compare_compiled, tmp_path, cases):
+        for case, graphs in zip(cases, graphs_of_cases, strict=True):
+            [graph] = graphs  # all layers and all lengths share it
+            assert sum("all_reduce" in target for target in graph) == 2, case
 
 
 def test_what_cannot_be_compiled_is_refused(monkeypatch):
     config = AutoConfig.for_model("llama")
-    for engine in ("tensor_parallel", "zero3", "transformers"):
-        with pytest.raises(ValueError, match=f"not with --teacher_engine {engine}"):
-            check_compilation(engine, config)
-    monkeypatch.setattr(model_teachers, "missing_compiler", lambda: "there is no compiler")
+    for engine in ("tensor_parallel", "transformers"):
+        check_engine(engine, config, True, "auto")
+    with pytest.raises(ValueError, match="not with --teacher_engine zero3"):
+        check_engine("zero3", config, True, "auto")
+    monkeypatch.setattr(layers, "missing_compiler", lambda: "there is no compiler")
     with pytest.raises(ValueError, match=r"there is no compiler, which torch\.compile needs"):
-        check_compilation("replicated", config)
+        check_engine("replicated", config, True, "auto")
     config.quantization_config = {"quant_method": "gptq"}
     with pytest.raises(ValueError, match=r"quantized \(gptq\)"):
-        check_compilation("replicated", config)
+        check_engine("replicated", config, True, "auto")
     flags = dict(student="s", teacher="t", data="d", teacher_compile=True)
-    with pytest.raises(ValueError, match="reads where they were"):
-        Config(**flags, teacher_offload=True)
     with pytest.raises(ValueError, match="has no forward pass"):
         Config(**flags | {"teacher": "", "teacher_cache": "c"})

@@ -71,6 +71,31 @@ def read_rendering(text, encoder):
     return ids, locate(ids, encoder.table, text, coded["offset_mapping"])
 
 
+def teacher_ids(example, encoder):
+    """Return the int64 ids that a teacher reads of an Example's text or chat.
+
+    Of a chat that its template refuses, and of an empty row, there are none.
+    """
+    if example.content is None or isinstance(example.content, str):
+        return encoder.encode([example.content or ""])[0]
+    try:
+        text = chat_text(example.for_teachers()[0], Template(encoder, example.tools))
+    except SkippedChat:
+        return np.zeros(0, np.int64)
+    return read_rendering(text, encoder)[0]
+
+
+def first_ids(examples, encoder, count=1024):
+    """Return the ids of the first Examples, at most `count` and as many as the model reads."""
+    ids = []
+    for example in examples:
+        if not isinstance(example.content, str) or fits(example.content):
+            ids += teacher_ids(example, encoder).tolist()
+        if len(ids) >= count:
+            break
+    return ids[: min(count, encoder.max_length)]
+
+
 def render(messages, encoder, tools=None):
     """Write a chat by a model's template and find what the assistant says in it.
 

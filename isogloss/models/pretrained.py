@@ -178,6 +178,16 @@ def _without_numbers(name):
     return re.sub(r"(?<=\.)\d+(?=\.|$)", "*", name)
 
 
+def routers_of(model):
+    """Return (the modules that choose experts, where their logits stand in what they return)."""
+    whole = model.get_base_model() if hasattr(model, "get_base_model") else model  # of an adapter
+    recorder = (getattr(whole, "_can_record_outputs", None) or {}).get("router_logits")
+    if recorder is None:
+        return [], 0
+    routers = [module for module in whole.modules() if isinstance(module, recorder.target_class)]
+    return routers, recorder.index
+
+
 # --- check ----------------------------------------------------------------------------------------
 
 

@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from isogloss.job.counts import device_sums
 from isogloss.job.transfers import Readback
+from isogloss.models.pretrained import routers_of
 
 
 def router_weight(cfg, config):
@@ -36,16 +37,6 @@ def router_weight(cfg, config):
     if cfg.freeze_router:
         return 0.0
     return cfg.router_weight if cfg.router_weight >= 0 else float(asks and coefficient)
-
-
-def routers_of(model):
-    """Return (the modules that choose experts, where their logits stand in what they return)."""
-    whole = model.get_base_model() if hasattr(model, "get_base_model") else model  # of an adapter
-    recorder = (getattr(whole, "_can_record_outputs", None) or {}).get("router_logits")
-    if recorder is None:
-        return [], 0
-    routers = [module for module in whole.modules() if isinstance(module, recorder.target_class)]
-    return routers, recorder.index
 
 
 def freeze_routers(model):

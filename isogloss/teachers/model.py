@@ -7,7 +7,6 @@ ranks that share them together; every one of these ends up with all hidden state
 import contextlib
 import io
 import json
-import sys
 import tempfile
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -31,7 +30,8 @@ from isogloss.job import ipc
 from isogloss.job.layout import Replica, node_size, teacher_groups
 from isogloss.job.rendezvous import values_of_ranks
 from isogloss.models import pretrained
-from isogloss.models.compiler import missing_compiler
+from isogloss.models.float8 import check_float8
+from isogloss.teachers.layers import check_engine, compile_layers, to_float8, use_plain_layers
 from isogloss.teachers.protocol import BLOCK, TeacherSource, TeacherSpec
 from isogloss.teachers.text_scores import ScoredLogits, scores_of_rows
 from isogloss.tiles import Head, HiddenLogits, StoredLogits, TopKLogits, head_of
@@ -39,14 +39,8 @@ from isogloss.tiles import Head, HiddenLogits, StoredLogits, TopKLogits, head_of
 # Positions that the ranks of a replica let it run at once.  Enough that matmuls are bound by
 # arithmetic; hidden states of 8,192 numbers in bfloat16 are 256 MiB of them.  Not tuned.
 JOINED_POSITIONS = 16_384
-# --teacher_compile.  Not tuned: shorter buckets compile more often, longer ones pad more.
-BUCKET = 128
-MOST_SHAPES = 64
-COMPILER = "inductor"
 # model types that DeepSpeed's inference engine shards as it loads them (0.19.8)
 SHARDED = {"llama", "qwen2", "qwen3", "mistral", "gemma2", "gemma3_text", "granite", "smollm3"}
-# and only once every rank has loaded them whole
-SHARDED_ONCE_WHOLE = {"gpt_neox"}
 
 
 def reads_more_than_text(config):
@@ -82,7 +76,6 @@ def resolve_engine(engine, degree, config, num_ranks, is_adapter=False):
     text_config = config.get_text_config()
     # DeepSpeed would take the text part for a model by itself, and leave it without weights
     model_type = config.model_type if reads_more_than_text(config) else text_config.model_type
-    known = SHARDED | SHARDED_ONCE_WHOLE
     heads = getattr(text_config, "num_key_value_heads", None)
     heads = heads or getattr(text_config, "num_attention_heads", 0)
     # transformers' plans cut whole key-value heads
@@ -90,7 +83,7 @@ def resolve_engine(engine, degree, config, num_ranks, is_adapter=False):
     if engine == "auto":  # the first that can; a whole copy needs no communication
         if degree == 1:
             return "replicated"
-        if model_type in known:
+        if model_type in SHARDED:
             return "tensor_parallel"
         return "transformers" if has_plan and degree == num_ranks else "zero3"
     if engine == "transformers" and not has_plan:
@@ -101,34 +94,13 @@ def resolve_engine(engine, degree, config, num_ranks, is_adapter=False):
         raise ValueError(
             f"--teacher_tp {degree} with --teacher_engine transformers: it takes all of the "
             f"{num_ranks} ranks that hold teachers, and more than one; use auto")
-    if engine == "tensor_parallel" and model_type not in known:
+    if engine == "tensor_parallel" and model_type not in SHARDED:
         raise ValueError(f"--teacher_engine tensor_parallel: does not shard {model_type} models, "
-                         f"only {', '.join(sorted(known))}; use auto or zero3")
+                         f"only {', '.join(sorted(SHARDED))}; use auto or zero3")
     if engine == "replicated" and degree > 1:
         raise ValueError(f"--teacher_tp {degree} with --teacher_engine replicated: a whole copy "
                          "per rank is degree 1; use auto")
     return engine
-
-
-def check_compilation(engine, config):
-    """Raise a ValueError where --teacher_compile cannot work.
-
-    Args:
-        engine: as `resolve_engine` returns it; config: of the whole model.
-    """
-    if engine != "replicated":
-        raise ValueError(
-            f"--teacher_compile: not with --teacher_engine {engine}, whose ranks talk within a "
-            "forward pass; leave it out, or use a whole copy per rank (--teacher_tp 1)")
-    if pretrained.quantization_of(config):
-        raise ValueError(
-            "--teacher_compile: the teacher's weights are quantized "
-            f"({pretrained.quantization_of(config)}), and their library has kernels of its own; "
-            "leave it out")
-    missing = missing_compiler()
-    if missing:
-        raise ValueError(f"--teacher_compile: {missing}, which torch.compile needs; install it, or "
-                         "leave the flag out")
 
 
 def _engine_of_quantized(engine, degree, method):
@@ -149,7 +121,7 @@ class ModelSpec(TeacherSpec):
 
     Attributes:
         engine: key of ENGINES, or "auto".
-        dtype: "auto" (as in the checkpoint), "float32", "bfloat16" or "float16".
+        dtype: "auto" (as in the checkpoint), "float32", "bfloat16", "float16" or "fp8".
         attention: an --attention.
         degree: ranks that share the model.
         offload: keep the weights in the host's memory but for the teacher's forward passes.
@@ -159,6 +131,7 @@ class ModelSpec(TeacherSpec):
         same_ids: the ranks that share the model ask with the same ids; else each with its own.
         sequence_parallel_size: neighboring ranks that ask with the same ids.
         trust_remote_code: run the Python code that comes with the model.
+        probe: ids of a text, by which "fp8" is compared with "bfloat16".
     """
 
     output: str = "hidden"
@@ -173,6 +146,7 @@ class ModelSpec(TeacherSpec):
     same_ids: bool = False
     sequence_parallel_size: int = 1
     trust_remote_code: bool = False
+    probe: list = ()
 
     has_weights: ClassVar[bool] = True
     takes_tokenizer: ClassVar[bool] = False
@@ -221,11 +195,12 @@ class ModelSpec(TeacherSpec):
         """Return its ModelTeacher; all ranks take part where they share it.
 
         Raises:
-            ValueError: see `resolve_engine`, `check_compilation`.
+            ValueError: see `resolve_engine`, `check_engine`, `to_float8`.
         """
         engine = self._resolved()
-        if self.compile:
-            check_compilation(engine, _config(self))
+        check_engine(engine, _config(self), self.compile, self.dtype)
+        if self.dtype == "fp8":
+            check_float8(self.device)
         return ENGINES[engine](self)
 
     def _resolved(self):
@@ -252,13 +227,12 @@ def checked_engine(cfg, config, num_ranks, ranks_per_node):
         config: of the whole model.
         num_ranks, ranks_per_node: that hold teachers.
     Raises:
-        ValueError: see `teacher_groups`, `resolve_engine`, `check_compilation`.
+        ValueError: see `teacher_groups`, `resolve_engine`, `check_engine`.
     """
     teacher_groups(num_ranks, ranks_per_node, cfg.teacher_tp)
     engine = resolve_engine(cfg.teacher_engine, cfg.teacher_tp, config, num_ranks,
                             is_adapter(cfg.teacher))
-    if cfg.teacher_compile:
-        check_compilation(engine, config)
+    check_engine(engine, config, cfg.teacher_compile, cfg.teacher_dtype)
     return engine
 
 
@@ -336,8 +310,7 @@ class ModelTeacher(TeacherOfIds):
     """Run a frozen model on this rank, whole or one shard of it.
 
     Attributes:
-        runner: (ids, hidden) -> hidden states or logits: WholeModel, CompiledModel, SharedModel or
-            an engine.
+        runner: (ids, hidden) -> hidden states or logits: WholeModel, SharedModel or an engine.
         head: `tiles.Head` that maps hidden states to logits, whole on every rank.
         spec: ModelSpec.
         engine: which way of loading it is.
@@ -385,10 +358,9 @@ class ModelTeacher(TeacherOfIds):
 
     def weights(self):
         """Return {name: parameter} of a model that is whole on this rank's device, else {}."""
-        runner = getattr(self.runner, "whole", self.runner)  # of a CompiledModel
-        if self.offload or not isinstance(runner, WholeModel):
+        if self.offload or not isinstance(self.runner, WholeModel):
             return {}
-        return dict(runner.model.named_parameters())
+        return dict(self.runner.model.named_parameters())
 
     def restore(self, path, student):
         # what a student with an adapter keeps as it was is not held twice
@@ -487,42 +459,6 @@ class WholeModel(nn.Module):
 
 
 @dataclass
-class CompiledModel:
-    """Run a whole copy on this rank, compiled for a few lengths of rows.
-
-    Attributes:
-        whole: WholeModel.
-    """
-
-    whole: WholeModel
-
-    def __post_init__(self):
-        layers_of(self.whole.model).compile(backend=COMPILER, dynamic=False)
-        # beyond as many shapes torch would run the model as it is
-        limit = max(torch._dynamo.config.recompile_limit, MOST_SHAPES)
-        torch._dynamo.config.recompile_limit = limit
-
-    def __call__(self, ids, hidden):
-        # columns behind those of the ids, at which no causal model looks
-        length = ids.shape[-1]
-        # there may be no positions beyond the model's context
-        config = self.whole.model.config.get_text_config()
-        context = getattr(config, "max_position_embeddings", None) or sys.maxsize
-        padded = nn.functional.pad(ids, (0, max(min(bucket(length), context) - length, 0)))
-        return self.whole(padded, hidden)[:, :length]
-
-
-def bucket(length):
-    """Return the next of few lengths: multiples of an eighth of a power of 2, of at least BUCKET.
-
-    Of a row beyond 1,024 positions at most a fifth is padding; 20 lengths serve up to 8,192.
-    """
-    power = 1 << (length - 1).bit_length()
-    multiple = max(BUCKET, power // 8)
-    return -(-length // multiple) * multiple
-
-
-@dataclass
 class SharedModel:
     """Run a model of which every rank of a replica has a shard.
 
@@ -559,13 +495,15 @@ def load_replicated(spec):
         # such a model is packed for its device while it is loaded
         model = _frozen(_load(spec, device_map={"": spec.device}))
     else:
-        model = _frozen(_load(spec)).to(spec.device)
+        model = _frozen(_load(spec))
+        if spec.dtype == "fp8":
+            to_float8(model, spec)
+        model.to(spec.device)
     num_parameters = sum(parameter.numel() for parameter in model.parameters())
     head = head_of(model, spec.vocab)
-    runner = WholeModel(model)
     if spec.compile:
-        runner = CompiledModel(runner)
-    teacher = ModelTeacher(runner, head, spec, "replicated", num_parameters)
+        compile_layers(model)
+    teacher = ModelTeacher(WholeModel(model), head, spec, "replicated", num_parameters)
     return teacher.offloaded(model)
 
 
@@ -577,14 +515,16 @@ def load_tensor_parallel(spec):
         # DeepSpeed prints every layer that it shards
         stack.enter_context(contextlib.redirect_stdout(io.StringIO()))
         stack.enter_context(contextlib.redirect_stderr(io.StringIO()))
-        if config.get_text_config().model_type in SHARDED:
-            model, weight, bias = _shard_while_loading(spec, config, replica, stack)
-        else:
-            model, weight, bias = _shard_once_whole(spec, replica)
+        model, weight, bias = _shard_while_loading(spec, config, replica, stack)
     for parameter in model.parameters():
         # some are still the files' own pages, and keep all of them mapped
         parameter.data = parameter.data.clone()
     model = _frozen(model)
+    use_plain_layers(model)
+    if spec.dtype == "fp8":
+        to_float8(model, spec)
+    if spec.compile:
+        compile_layers(model)
     if weight is None:  # tied: every rank keeps the whole input embedding
         weight = model.get_input_embeddings().weight
     num_parameters = sum(parameter.numel() for parameter in model.parameters())
@@ -612,24 +552,12 @@ def _shard_while_loading(spec, config, replica, stack):
     head = model.get_output_embeddings()
     [name] = [name for name, module in model.named_modules() if module is head]
     weight, bias = _once_per_node(lambda: _read_layer(folder, name, dtype), spec.device)
+    tensor_parallel = {"tp_size": spec.degree, "mpu": replica, "tp_group": replica.group}
     engine = deepspeed.init_inference(
-        model, tensor_parallel=_shape(spec, replica), dtype=dtype, checkpoint=file.name,
-        base_dir=str(folder))
+        model, tensor_parallel=tensor_parallel, dtype=dtype, checkpoint=file.name,
+        base_dir=str(folder),
+        keep_module_on_host=spec.dtype == "fp8")  # `to_float8` moves it layer by layer
     return engine.module, weight, bias
-
-
-def _shard_once_whole(spec, replica):
-    """Return the same for a model type that DeepSpeed shards only after loading."""
-    dtype = _dtype(spec)
-    model = _load(spec)
-    head = model.get_output_embeddings()
-    weight, bias = _once_per_node(lambda: _copy_of(head), spec.device)
-    engine = deepspeed.init_inference(model, tensor_parallel=_shape(spec, replica), dtype=dtype)
-    return engine.module, weight, bias
-
-
-def _shape(spec, replica):
-    return {"tp_size": spec.degree, "mpu": replica, "tp_group": replica.group}
 
 
 def load_transformers(spec):
@@ -637,25 +565,13 @@ def load_transformers(spec):
     if spec.offload:
         raise ValueError(f"--teacher_offload: not for {spec.path}, which transformers shards; "
                          "leave it out, or use --teacher_engine zero3")
-    dtype = _dtype(spec)
     replica = Replica(spec.degree)
-    folder = local_folder(spec.path)
-    _weight_files(folder)  # without them all ranks end here, not one of them below
+    _weight_files(local_folder(spec.path))  # without them all ranks end here, not one of them below
     model = _frozen(_load(spec, distributed_config=DistributedConfig(tp_size=spec.degree)))
-    names = {module: name for name, module in model.named_modules()}
-    head = names[model.get_output_embeddings()]
-    embedding = names[model.get_input_embeddings()]
-
-    def whole_head():
-        weight, bias = _read_layer(folder, head, dtype)
-        if weight is None:  # tied
-            weight, _ = _read_layer(folder, embedding, dtype)
-        return weight, bias
-
-    weight, bias = _once_per_node(whole_head, spec.device)
-    if weight is None:  # files of a model that reads images have other names
-        gathered = _gathered(model.get_output_embeddings())
-        weight, bias = _once_per_node(lambda: gathered, spec.device)
+    if spec.compile:
+        compile_layers(model)
+    gathered = _gathered(model.get_output_embeddings())
+    weight, bias = _once_per_node(lambda: gathered, spec.device)
     num_parameters = 0
     for parameter in model.parameters():
         local = parameter.to_local() if hasattr(parameter, "to_local") else parameter
@@ -712,6 +628,8 @@ def _config(spec):
 
 
 def _dtype(spec):
+    if spec.dtype == "fp8":
+        return torch.bfloat16  # all but the linear layers
     if spec.dtype != "auto":
         return getattr(torch, spec.dtype)
     return _config(spec).dtype or torch.float32
