@@ -10,6 +10,7 @@ node, on the GPU of its first rank, so leave it memory there:
 
     --memory 0.3             of that GPU, for its weights and what it keeps of texts
     --tensor_parallel 1      GPUs that share a copy, from that one on
+    --sleep                  give the memory back after each answer; the weights wait on the host
 
 The job's weights arrive in shared memory; each worker of vLLM maps it and copies what it needs.
 The job compares log-probabilities (`rollout/logp_gap`).  vLLM draws by itself: other batches may
@@ -57,6 +58,7 @@ class Engine:
 
     def __init__(self, args):
         self.args = args
+        self.is_asleep = False
 
     def load(self, model, dtype, max_length, weights, tied):
         self.num_weights = len(weights)
@@ -66,17 +68,25 @@ class Engine:
             gpu_memory_utilization=self.args.memory,
             tensor_parallel_size=self.args.tensor_parallel,
             enforce_eager=not torch.cuda.is_available(),
+            enable_sleep_mode=self.args.sleep and torch.cuda.is_available(),
             worker_extension_cls="isogloss.vllm_writer.SharedWeights")
         other_names = {names[0]: names[1:] for names in tied}
         self.llm.collective_rpc("attach_shared", args=(weights, other_names))
         return self.refresh()
 
     def refresh(self):
+        self._wake()
         self.llm.collective_rpc("take_over_shared")
         self.llm.reset_prefix_cache()
         return self.num_weights
 
+    def _wake(self):
+        if self.is_asleep:
+            self.llm.wake_up()
+            self.is_asleep = False
+
     def write(self, prompts, stop_ids, vocab, temperature, top_p):
+        self._wake()
         texts = []
         options = []
         for prompt in prompts:
@@ -92,6 +102,9 @@ class Engine:
             logp = [min(entry[token].logprob, 0.0) for token, entry in zip(ids, written.logprobs)]
             ended = bool(ids) and ids[-1] in stop_ids
             completions.append({"ids": ids, "logp": logp, "ended": ended})
+        if self.args.sleep:  # with the weights: another answer may follow before new ones come
+            self.llm.sleep(level=1)
+            self.is_asleep = True
         return completions
 
 
@@ -99,6 +112,7 @@ def main():
     parser = argparse.ArgumentParser(description="Write for distill.py with vLLM.")
     parser.add_argument("--memory", type=float, default=0.3)
     parser.add_argument("--tensor_parallel", type=int, default=1)
+    parser.add_argument("--sleep", action="store_true")
     # vLLM prints to standard output, which belongs to the responses
     responses = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
