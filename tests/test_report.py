@@ -1,8 +1,15 @@
-"""The report: one valid page without network, and text in colors that say what models say."""
+"""The report: one valid page without network, and text in colors that say what models say.
+
+A browser opens it where one is named (pip install PyQt6-WebEngine, 550 MB, elsewhere):
+
+    ISOGLOSS_QT=/env/bin/python pytest tests/test_report.py -k browser
+"""
 
 import json
 import math
+import os
 import re
+import subprocess
 from dataclasses import asdict
 from html.parser import HTMLParser
 from importlib.util import find_spec
@@ -80,6 +87,61 @@ def test_the_page_is_whole_and_asks_no_network(run, texts, tmp_path, capsys):
     assert "".join(page.texts).count(texts[0][:20]) >= 1
     cli([str(run), f"--output={output}", "--rows=0"])
     assert "Held-out text" not in "".join(Page(output.read_text()).texts)
+
+
+# Load a page as wide as is said; print what it asks for, what it complains of, and its sizes.
+BROWSER = """
+import json, sys
+from PyQt6.QtCore import QUrl
+from PyQt6.QtWebEngineCore import QWebEnginePage, QWebEngineUrlRequestInterceptor
+from PyQt6.QtWebEngineWidgets import QWebEngineView
+from PyQt6.QtWidgets import QApplication
+
+asked, complaints = [], []
+class Requests(QWebEngineUrlRequestInterceptor):
+    def interceptRequest(self, info):
+        asked.append(info.requestUrl().scheme())
+class Page(QWebEnginePage):
+    def javaScriptConsoleMessage(self, level, message, line, source):
+        complaints.append(message)
+app = QApplication(sys.argv[:1])
+view, requests = QWebEngineView(), Requests()
+page = Page(view)
+page.setUrlRequestInterceptor(requests)
+view.setPage(page)
+view.resize(int(sys.argv[2]), 800)
+view.show()
+def show(found):
+    print(json.dumps([sorted(set(asked)), complaints, *found]))
+    app.quit()
+def measure(is_loaded):
+    page.runJavaScript('''[innerWidth, document.documentElement.scrollWidth,
+        [...document.images].map(image => image.naturalWidth),
+        new Set([...document.querySelectorAll("[title]")].map(
+            piece => getComputedStyle(piece).backgroundColor)).size]''', show)
+page.loadFinished.connect(measure)
+page.load(QUrl.fromLocalFile(sys.argv[1]))
+app.exec()
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif("ISOGLOSS_QT" not in os.environ, reason="needs PyQt6-WebEngine: ISOGLOSS_QT")
+@pytest.mark.parametrize("width", [1100, 390])
+def test_a_browser_shows_the_page(width, run, tmp_path):
+    """Without network, complaint or sideways scrolling; curves are drawn, pieces have colors."""
+    output = tmp_path / "report.html"
+    cli([str(run), f"--output={output}", "--rows=2", "--device=cpu"])
+    environment = dict(os.environ, QT_QPA_PLATFORM="offscreen",
+                       QTWEBENGINE_CHROMIUM_FLAGS="--no-sandbox --disable-gpu")
+    done = subprocess.run([os.environ["ISOGLOSS_QT"], "-c", BROWSER, output, str(width)],
+                          env=environment, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr[-2000:]
+    asked, complaints, inner, needed, pictures, colors = json.loads(done.stdout)
+    assert set(asked) <= {"file", "data"} and complaints == []
+    assert needed <= inner == width
+    assert pictures and min(pictures) > 0
+    assert colors > 2
 
 
 @pytest.mark.slow
