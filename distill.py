@@ -41,7 +41,7 @@ from isogloss.log import Log
 from isogloss.objective.objective import LossTerms, TeacherTerm, in_windows
 from isogloss.report.media import show_report
 from isogloss.student.engine import window_ends
-from isogloss.targets import ask_of_student, step_targets, teacher_targets, weigh_by_confidence
+from isogloss.targets import step_targets, teacher_targets, weigh_by_confidence
 from isogloss.teachers.mixing import dynamic_scale
 from isogloss.writing.rollout_ratio import weigh_by_ratio
 from isogloss.writing.writer_process import WriterError, WriterStopped
@@ -215,7 +215,6 @@ def train_step(state, micro_batches):
     rollout_metrics = {}
     if state.writer:
         micro_batches, rollout_metrics = weigh_rollouts(state, micro_batches)
-    ask_of_student(state.teachers, state.student, micro_batches)
     targets = all_targets(state, micro_batches)
     # 3. per micro-batch: the student's forward pass with the losses of all teachers, backward;
     # then the optimizer
@@ -284,7 +283,7 @@ def all_targets(state, micro_batches):
     On a rank that computes no loss there are none; it helps to run the teachers that it shares.
     """
     if state.student.computes_loss:
-        return step_targets(state.teachers, micro_batches, state.student.loss_group)
+        return step_targets(state.teachers, micro_batches, state.student)
     for number, setup in enumerate(state.teachers):
         teacher_targets(setup, [batch.teachers[number] for batch in micro_batches])
     return []

@@ -366,7 +366,8 @@ def dry_step(folder, loss, case):
 
 def launches_of(cfg, student, setups, batch, watch):
     """Take the forward and backward passes of a step; return how many kernels are launched."""
-    [answers] = list(targets.step_targets(setups, [batch]))
+    nobody = types.SimpleNamespace(loss_group=None)
+    [answers] = list(targets.step_targets(setups, [batch], nobody))
     teachers = batch.teachers
     if cfg.teacher_weights != "fixed":
         teachers = targets.weigh_by_confidence(cfg, teachers, answers)

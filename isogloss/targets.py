@@ -123,15 +123,17 @@ def likely_tokens(batch, num, student_logits):
     return given_TK
 
 
-def step_targets(setups, micro_batches, group=None):
+def step_targets(setups, micro_batches, student):
     """Return an iterable over micro-batches: the TeacherTarget of every teacher.
 
     Those that are `asked_late` answer while it is walked over, so that what they said of the
     micro-batch before can be freed; without any it is a list.
 
     Args:
-        setups: TeacherSetup of every teacher; micro_batches: Batches; group: see `teacher_targets`.
+        setups: TeacherSetup of every teacher; micro_batches: Batches; student: of the job.
     """
+    group = student.loss_group
+    ask_of_student(setups, student, micro_batches)
     at_once = {}
     for number, setup in enumerate(setups):
         if not setup.asked_late:

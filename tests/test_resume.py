@@ -292,3 +292,6 @@ def test_the_record_of_a_run_is_of_its_last_start(tmp_path, monkeypatch):
         Log(replace(cfg, steps=steps), start, {})
         assert sorted(path.name for path in tmp_path.glob("run*.json")) == names
         assert read_record(tmp_path)[1].steps == steps
+        # a start that takes no step only exports what was trained before
+        assert read_record(tmp_path, start)[1].steps == (steps if start == 0 else 4)
+        assert read_record(tmp_path, start + 1)[1].steps == steps

@@ -56,15 +56,20 @@ CITATION = """\
 }"""
 
 
-def read_record(folder):
-    """Return (record as a dict, Config) of a run: of the last time that it was started.
+def read_record(folder, step=None):
+    """Return (record as a dict, Config) of a run: of its last start that is before a step, if any.
 
     The record is run.json, or of a start from a checkpoint run_NNNNNNN.json.
 
     Raises:
         ValueError: there is no such file, or it is another program's.
     """
-    path = max(Path(folder).glob("run_*.json"), default=Path(folder) / "run.json")
+    first = Path(folder) / "run.json"
+    later = sorted(first.parent.glob("run_*.json"))
+    if later and not first.exists():  # it began with the checkpoint of another one
+        first = later[0]
+    before = [path for path in later if step is None or path.name < f"run_{step:07d}.json"]
+    path = [first, *before][-1]
     try:
         record = json.loads(path.read_text(encoding="utf-8"))
         values = record["config"]
@@ -79,7 +84,7 @@ def read_record(folder):
 
 def write_card(target, folder, step):
     """Write README.md, and where the run was measured a picture of its curves."""
-    record, cfg = read_record(folder)
+    record, cfg = read_record(folder, step)
     try:
         lines = [line for line in read_run(folder) if line["step"] <= step]
     except ValueError:  # a checkpoint that came without the metrics

@@ -69,7 +69,8 @@ def main(folders, args):
     """Write the page."""
     check_output(args.output)
     runs = dict(zip(short_names(folders), map(read_run, folders)))
-    records = [read_record(folder) for folder in folders]
+    records = [read_record(folder, lines[-1]["step"])
+               for folder, lines in zip(folders, runs.values())]
     first = records[0][1]
     sections = [f"<h1>{html.escape(title(first))}</h1>", table_of_runs(runs),
                 curves(runs)]

@@ -152,7 +152,8 @@ def use_plain_layers(model):
 
 
 def _linear(weight, bias):
-    layer = nn.Linear(*reversed(weight.shape), bias=False, device="meta")
+    layer = nn.Linear(1, 1, bias=False, device="meta")  # torch warns of sizes of 0, as shards have
+    layer.out_features, layer.in_features = weight.shape
     layer.weight = weight
     layer.bias = bias
     return layer
