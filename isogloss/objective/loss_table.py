@@ -375,7 +375,7 @@ LOSSES: dict[str, LossSpec] = {
     "gold": LossSpec(build_gold, "projection", COMMON_FLAGS, live_copies=6.4),
     "h_kl": LossSpec(
         partial(build_gold, relaxed=True), "projection", COMMON_FLAGS, live_copies=6.4),
-    "uld": per_chunk(losses.uld, live_copies=5.2),
+    "uld": per_chunk(losses.uld, live_copies=5.8),
     "hybrid_uld": LossSpec(
         build_hybrid_uld, "projection", ("temperature", "projection", "matched_weight")),
     "alm": per_chunk(losses.alm, "text", live_copies=2.2, mode="alm_mode"),
