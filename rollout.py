@@ -341,13 +341,14 @@ def _nucleus(scores_BV: Tensor, top_p: float) -> Tensor:
     """Return scores that are -inf outside of the most likely tokens with mass `top_p` together."""
     logp_BV = scores_BV.log_softmax(-1)
     num = min(MOST_SORTED, logp_BV.shape[1])
-    top_BK, ids_BK = logp_BV.topk(num)
+    top_BK = logp_BV.topk(num).values
     if num < logp_BV.shape[1] and not _have_mass(top_BK, top_p):
-        top_BK, ids_BK = logp_BV.sort(dim=-1, descending=True)
+        top_BK = logp_BV.sort(dim=-1, descending=True).values
     p_BK = top_BK.exp()
     stays_BK = p_BK.cumsum(-1) - p_BK < top_p  # the first token always stays
-    stays_BV = torch.zeros_like(logp_BV, dtype=torch.bool).scatter_(1, ids_BK, stays_BK)
-    return scores_BV.masked_fill(~stays_BV, -torch.inf)
+    # equal ones stay together: which of them comes first, no sort promises
+    least_B1 = top_BK.masked_fill(~stays_BK, torch.inf).amin(-1, keepdim=True)
+    return scores_BV.masked_fill(logp_BV < least_B1, -torch.inf)
 
 
 def _have_mass(logp_BK: Tensor, top_p: float) -> bool:

@@ -108,6 +108,15 @@ def test_completions_do_not_depend_on_when_the_host_looks_who_goes_on(model, mon
         torch.testing.assert_close(first.logp, second.logp, rtol=0, atol=5e-5)
 
 
+def test_equal_tokens_are_in_a_nucleus_together():
+    """So a row keeps the same beside one that wants the whole vocabulary sorted."""
+    scores = torch.zeros(2, 3000)
+    scores[0, torch.randperm(3000)[:400]] = 9.0  # 0.9 of the mass, in equal parts
+    beside = rollout._nucleus(scores, 0.5)
+    assert beside[0].isfinite().sum() == 400 and beside[1].isfinite().all()
+    assert torch.equal(rollout._nucleus(scores[:1], 0.5), beside[:1])
+
+
 @pytest.mark.parametrize("top_p", [0.05, 0.5, 0.9, 0.999, 1 - 1e-7])
 def test_a_nucleus_is_that_of_the_whole_vocabulary_sorted(top_p):
     """By definition: what stands before a token, the most likely first, has less than top_p."""

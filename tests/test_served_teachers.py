@@ -288,6 +288,24 @@ def test_a_pipeline_asks_on_its_last_stage(models, texts, tmp_path):
         check_same(jobs.losses_of(tmp_path / kind, -1), jobs.losses_of(tmp_path / "live", -1))
 
 
+def cases_of_students_tokens(equal, good, sglang, own, another):
+    """Return (flags, what is said of them) where a server is asked about the student's tokens."""
+    of_student = {"teacher": equal, "teacher_tokenizer": own, "loss": "reverse_kl",
+                  "loss_topk": 9, "loss_topk_of": "student", "teacher_output_topk": 20}
+    return [
+        (of_student, "nothing is wrong"),
+        (of_student | {"teacher": good, "teacher_tokenizer": another},
+         "of this teacher the tokens that it finds likely are kept"),
+        (of_student | {"teacher": own, "teacher_tokenizer": "", "teacher_output": "topk"},
+         "of this teacher the tokens that it finds likely are kept"),
+        (of_student | {"loss_topk": 30}, "of 31, which is greater than max allowed: 30"),
+        (of_student | {"teacher": sglang}, "SGLang takes one list of tokens for a text"),
+        (of_student | {"temperature": 2.0}, "mass at temperature 1"),
+        (of_student | {"teacher_weights": "max_prob"}, "its max_prob is not known"),
+        (of_student | {"pipeline_parallel": 2}, "whose ranks hold shards of a text"),
+    ]
+
+
 def test_what_does_not_fit_ends_with_one_line(models, untied, texts, tmp_path):
     good = StandIn(models[1])
     few = StandIn(models[1], max_logprobs=20)
@@ -296,8 +314,6 @@ def test_what_does_not_fit_ends_with_one_line(models, untied, texts, tmp_path):
     hosted = StandIn(models[1], owner="somebody", context=None)
     sglang = StandIn(untied, owner="sglang")
     equal = StandIn(untied, max_logprobs=30)
-    of_student = {"teacher": equal, "teacher_tokenizer": str(untied), "loss": "reverse_kl",
-                  "loss_topk": 9, "loss_topk_of": "student", "teacher_output_topk": 20}
     cases = [
         ({}, "nothing is wrong"),
         ({"teacher_max_length": 256}, "nothing is wrong"),
@@ -324,16 +340,7 @@ def test_what_does_not_fit_ends_with_one_line(models, untied, texts, tmp_path):
         ({"teacher_output_topk": 0, "loss": "alm", "teacher": str(models[1]),
           "teacher_tokenizer": "", "teacher_output": "topk"}, "is for the address of a server"),
         ({"loss_topk": 9, "loss_topk_of": "student", "loss": "alm"}, "nothing is wrong"),
-        (of_student, "nothing is wrong"),
-        (of_student | {"teacher": good, "teacher_tokenizer": str(models[1])},
-         "of this teacher the tokens that it finds likely are kept"),
-        (of_student | {"teacher": str(untied), "teacher_tokenizer": "", "teacher_output": "topk"},
-         "of this teacher the tokens that it finds likely are kept"),
-        (of_student | {"loss_topk": 30}, "of 31, which is greater than max allowed: 30"),
-        (of_student | {"teacher": sglang}, "SGLang takes one list of tokens for a text"),
-        (of_student | {"temperature": 2.0}, "mass at temperature 1"),
-        (of_student | {"teacher_weights": "max_prob"}, "its max_prob is not known"),
-        (of_student | {"pipeline_parallel": 2}, "whose ranks hold shards of a text"),
+        *cases_of_students_tokens(equal, good, sglang, str(untied), str(models[1])),
         ({"teacher": hosted}, "HTTP 400 unknown field prompt_logprobs"),
         ({"teacher": hosted, "teacher_output_topk": 0, "loss": "alm"}, "nothing is wrong"),
         ({"temperature": 2.0}, "mass at temperature 1"),
