@@ -52,14 +52,16 @@ def add():
 
 def build(loss, cfg, pair, device, has_rest=False):
     """Build a loss: `loss(pair)` takes both models' logits and next tokens, and the chunks."""
-    of_pair = loss(pair)
+    with torch.device(device):  # that of all tensors that are made
+        of_pair = loss(pair)
 
     def loss_fn(student_logits, teacher_logits, sub_tile):
         chunks = sub_tile.terms
-        if chunks is None:
-            chunks = find_chunks(sub_tile.student_chunk[None], sub_tile.teacher_chunk[None])
-        value_C = of_pair(student_logits.float(), teacher_logits.detach().float(),
-                          sub_tile.student_labels, sub_tile.teacher_labels, chunks)
+        with student_logits.device:
+            if chunks is None:
+                chunks = find_chunks(sub_tile.student_chunk[None], sub_tile.teacher_chunk[None])
+            value_C = of_pair(student_logits.float(), teacher_logits.detach().float(),
+                              sub_tile.student_labels, sub_tile.teacher_labels, chunks)
         return value_C.sum()
 
     return DistillationLoss(loss_fn)
@@ -230,9 +232,9 @@ class Bpm:
         self.order = sorted(range(len(self.bytes[1])), key=lambda i: self.bytes[1][i])
         self.sorted = [self.bytes[1][i] for i in self.order]
         self.ends = [table.eos for table in pair.tables]
-        routes = [self.route(token, None) for token in self.bytes[1]]
-        routes[self.ends[1]] = self.ends[0]
-        self.route_W = torch.tensor(routes)
+        self.routes = [self.route(token, None) for token in self.bytes[1]]
+        self.routes[self.ends[1]] = self.ends[0]
+        self.route_W = torch.tensor(self.routes)
         self.inside = {}
 
     def route(self, data, limit):
@@ -278,6 +280,7 @@ class Bpm:
     def places(self, q_MW, came_S, came_T, chunks):
         """List where the student is asked, and what gives its target; returns Places."""
         # sums of what is sorted, for the mass of all tokens that begin with some bytes
+        q_MW = q_MW.cpu()
         sums = torch.nn.functional.pad(q_MW[:, self.order].double().cumsum(1), (1, 0)).numpy()
         q = q_MW.numpy()
         places = Places([], ([], []), [], [])
@@ -298,7 +301,7 @@ class Bpm:
                 if not read:
                     places.at_border[0].append(number)
                     places.at_border[1].append(row_T)
-                    routed = self.route_W[came_T[row_T]].item()
+                    routed = self.routes[came_T[row_T]]
                 else:
                     end = starts[governing + 1] - place
                     low, high = self.range(read)
@@ -322,10 +325,10 @@ class Bpm:
         if places.inside:
             numbers, rows, tokens, routes = zip(*places.inside)
             sizes = list(map(len, tokens))
-            number = torch.from_numpy(np.repeat(numbers, sizes))
-            row = torch.from_numpy(np.repeat(rows, sizes))
-            token = torch.from_numpy(np.concatenate(tokens))
-            route = torch.from_numpy(np.concatenate(routes))
+            number = torch.tensor(np.repeat(numbers, sizes))
+            row = torch.tensor(np.repeat(rows, sizes))
+            token = torch.tensor(np.concatenate(tokens))
+            route = torch.tensor(np.concatenate(routes))
             target.view(-1).index_add_(0, number * (self.num + 1) + route, q_MW[row, token])
             which = torch.tensor(numbers)
             target[which] /= target[which].sum(1, keepdim=True).clamp(min=TINY)

@@ -4,11 +4,11 @@
                                 [--pairs bytes-unigram] [--weight 2] [--plan]
 
 Nothing is downloaded: the corpus is the sources of the standard library, held out by package, and
-tokenizers and teachers are made of it, once.  The tokenizers:
+tokenizers and teachers are made of it, once.  The tokenizers (tokens with --scale large):
 
-bytes      byte-level BPE of 2,048 tokens that keeps numbers whole
-digits     byte-level BPE of 512 tokens that splits numbers into digits
-unigram    SentencePiece Unigram of 1,024 tokens with byte fallback and single digits
+bytes      byte-level BPE of 2,048 (8,192) tokens that keeps numbers whole
+digits     byte-level BPE of 512 (2,048) tokens that splits numbers into digits
+unigram    SentencePiece Unigram of 1,024 (4,096) tokens with byte fallback and single digits
 
 All teachers have the same shape, text and held-out bits per byte, to 0.005: the weights of the
 better ones are taken from before the end of their training.  So in the gains over text alone
@@ -32,8 +32,19 @@ are its processor time and what its teacher takes for the rows that it reads; wi
 losses that are faster than the first one take more steps, and slower ones fewer.  Differences are
 paired by seed; intervals are of 95 %, by Student's t.
 
-Results are kept in runs/square, and what is done is not repeated.  benchmarks/rivals.py has losses
-of other systems.  Figures of record are in docs/LOG.md.
+Results are kept in runs/square, and what is done is not repeated.  A table is written there as
+JSON, too; with --table FILE weights (and seconds, where these are equal) are those of an earlier
+one.  benchmarks/rivals.py has losses of other systems.  Figures of record are in docs/LOG.md.
+
+On one GPU, with --scale large: teachers of 40 million weights, that also read the sources of the
+packages that are installed, and students of 6 to 8 million.  No run begins after --minutes, and
+each of these goes on where it is given again, behind `square.py --scale large --regime new
+--minutes 8 --processes 8`: teachers and a square, rivals, a square of four seeds.
+
+    --losses piece_kl --weight 1 --seeds 1
+    --losses piece_kl,bpm,simct,csd,projection_kl --table docs/log/square_new.json --seeds 3
+        --pairs digits-bytes,bytes-digits,bytes-unigram
+    --losses piece_kl --weight 1 --seeds 4
 """
 
 import hashlib
@@ -65,10 +76,10 @@ from isogloss.config import Config
 from isogloss.data.batch import Collator, PairOptions
 from isogloss.data.sample import TextEncoder
 from isogloss.flags.parse import flag, tool
+from isogloss.job.columns import to_device
 from isogloss.objective.loss_table import build_loss
 from recipes.tiny import prepare
 
-RUNS = ROOT / "runs" / "square"
 TEXT = "text"  # no teacher
 EQUAL = "forward_kl"  # what every loss is on the diagonal
 PASSAGE = 480  # bytes
@@ -76,20 +87,12 @@ SHORTEST = 60  # characters; headings and one-word docstrings teach nothing
 # no part of the library, or left out by some distributions
 SKIPPED_FOLDERS = {"site-packages", "test", "tests", "idlelib", "lib2to3", "pydoc_data",
                    "turtledemo", "idle_test"}
-BATCH = 8  # passages a step
 CHOOSING, REPORTING = 96, 192  # held-out passages
+MOST_TEXTS = 60_000  # to learn from
 SEEDS_TO_CHOOSE = 100, 101
 MAX_LENGTH = 512
-SHAPES = {
-    "teacher": dict(hidden_size=192, intermediate_size=512, num_hidden_layers=4,
-                    num_attention_heads=6, max_position_embeddings=MAX_LENGTH),
-    "student": dict(hidden_size=64, intermediate_size=172, num_hidden_layers=4,
-                    num_attention_heads=4, max_position_embeddings=MAX_LENGTH)}
-TEACHER_STEPS, TEACHER_BATCH = 600, 16
-KEPT_EVERY = 20  # steps of a teacher
 DECAY = 0.97  # of the mean of a teacher's weights over the steps
 MATCHED = 0.005  # bits per byte
-RATE = 3e-3
 FIRST_STEPS = 600  # of the students of the regime "new" on the documentation
 WEIGHTS = 1.0, 4.0  # of which a loss is tried first; more, by factors of 2, where it asks for them
 LIGHTEST, HEAVIEST = 1 / 64, 64.0  # weights that are tried at most
@@ -112,22 +115,72 @@ class Regime(NamedTuple):
     is_fresh: bool = True
 
 
-REGIMES = {"little": Regime(1200, 150), "long": Regime(8000, 3000, checks=12),
-           "new": Regime(1200, 150, is_fresh=False), "above": Regime(1200, 150)}
+class Scale(NamedTuple):
+    """Say how large everything is.
+
+    runs, sizes: folder of the results; tokens of each tokenizer.
+    teacher, student: their shapes, as (hidden size, size between, layers, heads).
+    batch, rate: passages a step of a student, its highest learning rate.
+    teacher_steps, teacher_batch, teacher_rate: of a teacher's training.
+    kept_every: steps of a teacher of which the weights are kept.
+    is_large: a GPU trains; teachers learn from installed packages too, and are read in each step.
+    """
+
+    runs: Path
+    sizes: dict
+    teacher: tuple
+    student: tuple
+    batch: int
+    rate: float
+    teacher_steps: int
+    teacher_batch: int
+    teacher_rate: float
+    kept_every: int
+    regimes: dict
+    is_large: bool = False
+
+
+SCALES = {
+    "small": Scale(
+        ROOT / "runs" / "square", dict(bytes=2048, digits=512, unigram=1024),
+        teacher=(192, 512, 4, 6), student=(64, 172, 4, 4), batch=8, rate=3e-3,
+        teacher_steps=600, teacher_batch=16, teacher_rate=3e-3, kept_every=20,
+        regimes={"little": Regime(1200, 150), "long": Regime(8000, 3000, checks=12),
+                 "new": Regime(1200, 150, is_fresh=False), "above": Regime(1200, 150)}),
+    "large": Scale(
+        ROOT / "runs" / "square_large", dict(bytes=8192, digits=2048, unigram=4096),
+        teacher=(512, 1408, 12, 8), student=(256, 704, 7, 8), batch=32, rate=2e-3,
+        teacher_steps=1600, teacher_batch=128, teacher_rate=1e-3, kept_every=100,
+        regimes={"little": Regime(9600, 300), "long": Regime(32000, 4000, checks=12),
+                 "new": Regime(9600, 300, is_fresh=False), "above": Regime(9600, 300)},
+        is_large=True)}
+scale = SCALES["small"]
+deadline = math.inf  # after which no run begins, in seconds as time.time()
+
+
+def use(name, until=math.inf):
+    """Set the scale of this process, and until when it begins runs."""
+    global scale, deadline
+    scale, deadline = SCALES[name], until
+    torch.set_num_threads(1)  # models of the small scale gain nothing from a second one
+    torch.set_float32_matmul_precision("high" if scale.is_large else "highest")
 
 
 @dataclass(kw_only=True)
 class Args:
     """Compare losses by the held-out bits per byte of their students, on pairs of tokenizers."""
 
-    regime: str = flag("little", "what the students learn.", choices=tuple(REGIMES))
+    regime: str = flag("little", "what the students learn.", choices=tuple(SCALES["small"].regimes))
     losses: str = flag("piece_kl,alm", "names of --loss or of rivals.py, with commas.")
     seeds: int = flag(8, "reported students per loss and pair.", low=1)
     pairs: str = flag("", "as bytes-unigram, student first, with commas; empty: all.")
     teacher: str = flag("", "directory of the model that teaches in the regime above.")
     weight: float = flag(0.0, "kd_weight of all losses; 0: choose it.", low=0)
     ce_weight: float = flag(1.0, "weight of the text; 0: the teacher alone.", low=0)
-    rate: float = flag(RATE, "highest learning rate.", low=1e-6)
+    table: str = flag("", "a table of this tool, as JSON, that has the weights.")
+    rate: float = flag(0.0, "highest learning rate; 0: that of the scale.", low=0)
+    scale: str = flag("small", "how large models and texts are.", choices=tuple(SCALES))
+    minutes: float = flag(0.0, "after which no run begins; 0: all are made.", low=0)
     equal_seconds: bool = flag(False, "train each loss as long as the first one takes.")
     processes: int = flag(2, "runs at a time, a core each.", low=1)
     plan: bool = flag(False, "say how long it takes, and end.")
@@ -162,16 +215,21 @@ def corpus():
     """
     from pydoc_data import topics
 
-    root = Path(sysconfig.get_paths()["stdlib"])
+    kept = scale.runs / "corpus.json"
+    if kept.exists():
+        return json.loads(kept.read_text())
+    root, packages = [Path(sysconfig.get_paths()[name]) for name in ("stdlib", "purelib")]
     parts = {"choose": [], "report": [], "train": [], "documentation": []}
-    for path in sorted(root.rglob("*.py")):
-        name = path.relative_to(root)
-        if SKIPPED_FOLDERS & set(name.parts):
-            continue
-        first_byte = sha256(name.parts[0])[0]
+    names = [path.relative_to(root) for path in sorted(root.rglob("*.py"))]
+    names = [name for name in names if not SKIPPED_FOLDERS & set(name.parts)]
+    if scale.is_large:
+        names += sorted(packages.rglob("*.py"))
+    for name in names:
+        # what is installed is never held out
+        first_byte = 255 if name.is_absolute() else sha256(name.parts[0])[0]
         part = "choose" if first_byte < 12 else "report" if first_byte < 36 else "train"
         try:
-            parts[part] += prepare.passages(path.read_text(), PASSAGE)
+            parts[part] += prepare.passages((root / name).read_text(), PASSAGE)
         except UnicodeDecodeError:  # samples of bad source
             continue
     for text in topics.topics.values():
@@ -181,48 +239,59 @@ def corpus():
     for part, texts in parts.items():
         # a table that is one long line is a passage of its own
         parts[part] = [text for text in shuffled(set(texts)) if len(text) <= 2 * PASSAGE]
-    parts["choose"], parts["report"] = parts["choose"][:CHOOSING], parts["report"][:REPORTING]
+    for part, num in (("choose", CHOOSING), ("report", REPORTING), ("train", MOST_TEXTS)):
+        parts[part] = parts[part][:num]
+    write(kept, lambda part: part.write_text(json.dumps(parts)))
     return parts
 
 
-KINDS = {"bytes": partial(demo.byte_level_bpe, size=2048),
-         "digits": partial(demo.byte_level_bpe, size=512, single_digits=True),
-         "unigram": partial(demo.unigram, size=1024)}
+KINDS = {"bytes": demo.byte_level_bpe,
+         "digits": partial(demo.byte_level_bpe, single_digits=True),
+         "unigram": demo.unigram}
 
 
 def folder_of(kind):
     """Return the directory of a tokenizer of the square, or of a real model."""
-    return RUNS / f"tokenizer-{kind}" if kind in KINDS else Path(kind)
+    return scale.runs / f"tokenizer-{kind}" if kind in KINDS else Path(kind)
 
 
 @cache
 def encoder(kind):
     """Return the TextEncoder of a tokenizer."""
     if kind in KINDS and not folder_of(kind).exists():
-        KINDS[kind](corpus()["train"][:4000]).save_pretrained(folder_of(kind))
+        tokenizer = KINDS[kind](corpus()["train"][:4000], size=scale.sizes[kind])
+        tokenizer.save_pretrained(folder_of(kind))
     tokenizer = AutoTokenizer.from_pretrained(folder_of(kind))
     return TextEncoder(tokenizer, TokenTable.from_tokenizer(tokenizer), MAX_LENGTH)
 
 
+def device():
+    """Return the device that trains."""
+    return "cuda" if scale.is_large and torch.cuda.is_available() else "cpu"
+
+
 def fresh(shape, kind, seed):
     """Return a model with random weights."""
-    return demo.llama(encoder(kind).tokenizer, SHAPES[shape], seed)
+    names = "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"
+    values = dict(zip(names, shape), max_position_embeddings=MAX_LENGTH)
+    return demo.llama(encoder(kind).tokenizer, values, seed).to(device())
 
 
 @cache
 def teacher(kind):
     """Return a matched teacher, or a real model."""
     if kind not in KINDS:
-        return AutoModelForCausalLM.from_pretrained(kind, dtype=torch.float32).eval()
-    model = fresh("teacher", kind, 0)
-    model.load_state_dict(torch.load(RUNS / f"teacher-{kind}.pt"))
+        model = AutoModelForCausalLM.from_pretrained(kind, dtype=torch.float32)
+        return model.to(device()).eval()
+    model = fresh(scale.teacher, kind, 0)
+    model.load_state_dict(torch.load(scale.runs / f"teacher-{kind}.pt"))
     return model.eval()
 
 
 @cache
 def hidden(kind, num_rows):
     """Return (hidden states of a teacher, for each row to train on; its seconds a row)."""
-    path = RUNS / f"hidden-{sha256(kind).hex()[:8]}-{num_rows}.pt"
+    path = scale.runs / f"hidden-{sha256(kind).hex()[:8]}-{num_rows}.pt"
     if not path.exists():
         start = time.process_time()
         rows = []
@@ -240,7 +309,8 @@ def held_out(kind, part):
     """Return the batches of held-out rows."""
     collator = Collator(encoder(kind), [])
     texts = corpus()[part]
-    return [collator(texts[i : i + 16]).student for i in range(0, len(texts), 16)]
+    return [to_device(collator(texts[i : i + 16]).student, device())
+            for i in range(0, len(texts), 16)]
 
 
 @torch.no_grad()
@@ -258,39 +328,39 @@ def bits_per_byte(model, kind, part):
 
 def train_teacher(kind):
     """Train a teacher, and keep the means of its weights over the last steps every so often."""
-    torch.set_num_threads(1)
-    folder = RUNS / f"training-{kind}"
+    folder = scale.runs / f"training-{kind}"
     if (folder / "bits.json").exists():
         return
-    mean = fresh("teacher", kind, 0).eval()
+    mean = fresh(scale.teacher, kind, 0).eval()
     bits = []
 
     def keep(model, step):
         with torch.no_grad():
-            for own, weight in zip(mean.parameters(), model.parameters()):
-                own.lerp_(weight, 1 - min(DECAY, step / (step + 10)))
-        if (step + 1) % KEPT_EVERY == 0:
+            torch._foreach_lerp_(list(mean.parameters()), list(model.parameters()),
+                                 1 - min(DECAY, step / (step + 10)))
+        if (step + 1) % scale.kept_every == 0:
             write(folder / f"{len(bits)}.pt", partial(torch.save, mean.state_dict()))
             bits.append(bits_per_byte(mean, kind, "choose"))
             print(kind, step + 1, round(bits[-1], 4), file=sys.stderr, flush=True)
 
-    learn(fresh("teacher", kind, 0), kind, corpus()["train"], TEACHER_STEPS, size=TEACHER_BATCH,
-          after=keep)
+    learn(fresh(scale.teacher, kind, 0), kind, corpus()["train"], scale.teacher_steps,
+          size=scale.teacher_batch, rate=scale.teacher_rate, after=keep)
     write(folder / "bits.json", lambda part: part.write_text(json.dumps(bits)))
 
 
 def match_teachers():
     """Write, of each teacher, the weights with the bits per byte of the worst one."""
-    bits = {kind: json.loads((RUNS / f"training-{kind}" / "bits.json").read_text())
+    bits = {kind: json.loads((scale.runs / f"training-{kind}" / "bits.json").read_text())
             for kind in KINDS}
     goal = max(min(values) for values in bits.values())
     for kind, values in bits.items():
-        path = RUNS / f"teacher-{kind}.pt"
+        path = scale.runs / f"teacher-{kind}.pt"
         if path.exists():
             continue
         number = max(next(i for i, value in enumerate(values) if value <= goal), 1)
-        ends = [torch.load(RUNS / f"training-{kind}" / f"{i}.pt") for i in (number - 1, number)]
-        model = fresh("teacher", kind, 0).eval()
+        ends = [torch.load(scale.runs / f"training-{kind}" / f"{i}.pt")
+                for i in (number - 1, number)]
+        model = fresh(scale.teacher, kind, 0).eval()
         low, high, place = 0.0, 1.0, 1.0
         for _ in range(12):  # the bits per byte fall from one end to the other
             model.load_state_dict({name: torch.lerp(ends[0][name], ends[1][name], place)
@@ -327,7 +397,7 @@ class Run:
     @property
     def path(self):
         values = asdict(self) | {"teacher": Path(self.teacher).name}
-        return RUNS / "results" / ("_".join(map(str, values.values())) + ".json")
+        return scale.runs / "results" / ("_".join(map(str, values.values())) + ".json")
 
     def result(self):
         return json.loads(self.path.read_text())
@@ -335,31 +405,33 @@ class Run:
 
 def do(run):
     """Train the student of a run and write {"choose", "report": bits per byte, "seconds"}."""
-    torch.set_num_threads(1)  # models of this size gain nothing from a second one
-    if run.path.exists():
+    if run.path.exists() or time.time() > deadline:
         return
-    regime = REGIMES[run.regime]
+    regime = scale.regimes[run.regime]
     texts = corpus()["train"][: regime.rows]
-    student = fresh("student", run.student, run.seed)
+    student = fresh(scale.student, run.student, run.seed)
     if not regime.is_fresh:
         student.load_state_dict(first_weights(run.student, run.seed))
     kd = None if run.loss == TEXT else TeacherLoss(run, regime.rows)
     best = {"choose": math.inf}
-    seconds = 0.0 if kd is None else kd.seconds * min(regime.rows, run.steps * BATCH)
+    seconds = 0.0 if kd is None else kd.seconds * min(regime.rows, run.steps * scale.batch)
     every = math.ceil(run.steps / regime.checks)
-    clock = [time.process_time()]
+    now = time.perf_counter if device() == "cuda" else time.process_time
+    clock = [now()]
 
     def check(model, step):
         nonlocal best, seconds
         if (step + 1) % every and step + 1 != run.steps:
             return
-        seconds += time.process_time() - clock.pop()
+        if device() == "cuda":
+            torch.cuda.synchronize()
+        seconds += now() - clock.pop()
         model.eval()
         bits = {part: bits_per_byte(model, run.student, part) for part in ("choose", "report")}
         model.train()
         if bits["choose"] < best["choose"]:
             best = bits | {"steps": step + 1}
-        clock.append(time.process_time())
+        clock.append(now())
 
     learn(student, run.student, texts, run.steps, kd=kd, seed=run.seed, rate=run.rate,
           weights=(run.ce_weight, run.weight), after=check)
@@ -369,31 +441,31 @@ def do(run):
 
 def first_weights(kind, seed):
     """Return the weights of a student that has read the documentation."""
-    path = RUNS / f"first-{kind}-{seed}.pt"
+    path = scale.runs / f"first-{kind}-{seed}.pt"
     if not path.exists():
-        student = learn(fresh("student", kind, seed), kind, corpus()["documentation"],
+        student = learn(fresh(scale.student, kind, seed), kind, corpus()["documentation"],
                         FIRST_STEPS, seed=seed)
         write(path, partial(torch.save, student.state_dict()))
     return torch.load(path)
 
 
-def learn(model, kind, texts, steps, *, kd=None, seed=0, rate=RATE, weights=(1.0, 0.0), size=BATCH,
+def learn(model, kind, texts, steps, *, kd=None, seed=0, rate=0.0, weights=(1.0, 0.0), size=0,
           after=lambda model, step: None):
     """Train a model and return it.
 
     Args:
         kd: TeacherLoss, or None.
+        rate, size: highest learning rate, passages a step; 0: those of the scale's students.
         weights: of the text and of the teacher.
-        size: passages a step.
         after: called with the model and the number of each step.
     """
     collator = Collator(encoder(kind), [kd.options] if kd else [])
     # the usual values for small models
     optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.95), weight_decay=0.1)
-    for step, numbers in enumerate(batches(len(texts), size, seed, steps)):
+    for step, numbers in enumerate(batches(len(texts), size or scale.batch, seed, steps)):
         for group in optimizer.param_groups:
-            group["lr"] = learning_rate(step, steps, rate)
-        batch = collator([texts[number] for number in numbers])
+            group["lr"] = learning_rate(step, steps, rate or scale.rate)
+        batch = to_device(collator([texts[number] for number in numbers]), device())
         logits = model(input_ids=batch.student.ids).logits.flatten(0, 1)
         loss = weights[0] * F.cross_entropy(logits, batch.student.labels.flatten(),
                                             ignore_index=-100)
@@ -410,7 +482,7 @@ def learn(model, kind, texts, steps, *, kd=None, seed=0, rate=RATE, weights=(1.0
 class TeacherLoss:
     """Compare a student with what a teacher says of the same rows.
 
-    seconds: that the teacher takes for a row.
+    seconds: that the teacher takes for a row, where it is not read in each step.
     """
 
     def __init__(self, run, num_rows):
@@ -420,18 +492,24 @@ class TeacherLoss:
         cfg = Config(student=student, teacher=teacher_name, data="-", loss=run.loss,
                      ce_weight=run.ce_weight)
         encoders = [encoder(kind) for kind in kinds]
-        self.loss = build_loss(cfg, *encoders, "cpu")
+        self.loss = build_loss(cfg, *encoders, device())
         self.options = PairOptions(encoders[1], self.loss.spelling)
-        self.rows, self.seconds = hidden(run.teacher, num_rows)
+        self.body = teacher(run.teacher).base_model
+        self.rows, self.seconds = (None, 0.0) if scale.is_large else hidden(run.teacher, num_rows)
         weight = teacher(run.teacher).get_output_embeddings().weight.detach()
         self.head = weight[: len(encoders[1].table)]
 
+    @torch.no_grad()
+    def states(self, ids, numbers):
+        """Return what the teacher's head reads of rows."""
+        if self.rows is None:
+            return self.body(input_ids=ids)[0]
+        rows = [self.rows[number][: ids.shape[1]].float() for number in numbers]
+        return torch.stack([F.pad(row, (0, 0, 0, ids.shape[1] - len(row))) for row in rows])
+
     def __call__(self, logits, batch, numbers):
         of_teacher = batch.teachers[0]
-        width = of_teacher.ids.shape[1]
-        rows = [self.rows[number][:width].float() for number in numbers]
-        states = torch.stack([F.pad(row, (0, 0, 0, width - len(row))) for row in rows])
-        teacher_logits = states.flatten(0, 1) @ self.head.T
+        teacher_logits = self.states(of_teacher.ids, numbers).flatten(0, 1) @ self.head.T
         total = logits.new_zeros(())
         for tile in of_teacher.tiles:
             block = logits[tile.student_positions]
@@ -481,6 +559,11 @@ class Study:
     def __init__(self, args):
         self.args = args
         self.losses = args.losses.split(",")
+        self.steps = scale.regimes[args.regime].steps
+        self.known = {}  # (loss, student, teacher): a row of an earlier table
+        if args.table:
+            for row in json.loads(Path(args.table).read_text())["table"]:
+                self.known[row["loss"], row["student"], row["teacher"]] = row
         self.missing = []
         self.pairs = [(student, other) for student in KINDS for other in KINDS]
         if args.regime == "above":
@@ -493,7 +576,7 @@ class Study:
         is_text = loss == TEXT
         runs = [Run(self.args.regime, pair[0], "" if is_text else pair[1], loss,
                     0.0 if is_text else weight, 1.0 if is_text else self.args.ce_weight,
-                    self.args.rate, seed, steps or REGIMES[self.args.regime].steps)
+                    self.args.rate or scale.rate, seed, steps or self.steps)
                 for seed in seeds]
         missing = [run for run in runs if not run.path.exists()]
         self.missing += [run for run in missing if run not in self.missing]
@@ -501,8 +584,8 @@ class Study:
 
     def weight_of(self, pair, loss):
         """Return the best weight on the choosing rows; None: more runs are needed to tell."""
-        if self.args.weight:
-            return self.args.weight
+        if self.args.weight or (loss, *pair) in self.known:
+            return self.args.weight or self.known[loss, *pair]["weight"]
         weights = list(WEIGHTS)
         while True:
             found = {weight: self.results(pair, loss, weight, SEEDS_TO_CHOOSE)
@@ -527,20 +610,26 @@ class Study:
         texts = self.results(pair, TEXT, 0.0, seeds)
         if weight is None:
             return None
-        steps = REGIMES[self.args.regime].steps
-        found = self.results(pair, loss, weight, seeds)
-        if found and self.args.equal_seconds and loss not in (EQUAL, self.losses[0]):
-            first = self.gains(pair, self.losses[0])
-            if first is None:
+        steps = self.steps
+        if self.args.equal_seconds and loss not in (EQUAL, self.losses[0]):
+            both = [self.seconds(pair, name) for name in (self.losses[0], loss)]
+            if None in both:
                 return None
-            own = statistics.median(result["seconds"] for result in found)
-            steps = max(round(steps * first.seconds / own), 1)
-            found = self.results(pair, loss, weight, seeds, steps)
+            steps = max(round(steps * both[0] / both[1]), 1)
+        found = self.results(pair, loss, weight, seeds, steps)
         if found is None or texts is None:
             return None
         bits = [text["report"] - result["report"] for text, result in zip(texts, found)]
         seconds = statistics.median(result["seconds"] for result in found)
         return Gains(bits, weight, seconds, steps)
+
+    def seconds(self, pair, loss):
+        """Return what as many steps as of the first loss take; None: more runs are needed."""
+        if (loss, *pair) in self.known:
+            return self.known[loss, *pair]["seconds"]
+        weight = self.weight_of(pair, loss)
+        found = weight and self.results(pair, loss, weight, range(self.args.seeds))
+        return found and statistics.median(result["seconds"] for result in found)
 
     def table(self):
         """Return {(loss, pair): Gains}; None while runs are missing."""
@@ -548,6 +637,15 @@ class Study:
         found = {(loss, pair): self.gains(pair, loss) for loss in self.losses
                  for pair in self.pairs}
         return None if self.missing else found
+
+    def save(self, found):
+        """Write the table and return its path."""
+        name = f"{self.args.regime}{'_equal_seconds' * self.args.equal_seconds}.json"
+        rows = [dict(loss=loss, student=pair[0], teacher=Path(pair[1]).name) | gains._asdict()
+                for (loss, pair), gains in found.items()]
+        record = json.dumps(asdict(self.args) | {"torch": torch.__version__, "table": rows})
+        write(scale.runs / name, lambda part: part.write_text(record.replace("}, ", "},\n")))
+        return scale.runs / name
 
 
 def interval(values):
@@ -597,10 +695,13 @@ def shares(found, loss):
 def main(args):
     if (args.regime == "above") != bool(args.teacher):
         raise ValueError("--teacher DIR and --regime above go together")
+    until = time.time() + 60 * args.minutes if args.minutes else math.inf
+    use(args.scale, until)
     study = Study(args)
     is_alone = args.processes == 1
     spawn = multiprocessing.get_context("spawn")
-    with nullcontext() if is_alone else ProcessPoolExecutor(args.processes, spawn) as pool:
+    with nullcontext() if is_alone else ProcessPoolExecutor(
+            args.processes, spawn, initializer=use, initargs=(args.scale, until)) as pool:
         for_each = map if is_alone else pool.map
         if not args.plan:
             for kind in KINDS:
@@ -610,15 +711,16 @@ def main(args):
                 match_teachers()
         while (found := study.table()) is None:
             known = [json.loads(path.read_text())["seconds"]
-                     for path in (RUNS / "results").glob(f"{args.regime}_*.json")]
-            seconds = statistics.mean(known) if known else 0.3 * REGIMES[args.regime].steps
+                     for path in (scale.runs / "results").glob(f"{args.regime}_*.json")]
+            seconds = statistics.mean(known) if known else 0.3 * study.steps
             minutes = len(study.missing) * seconds / args.processes / 60
             print(f"{len(study.missing)} runs, about {minutes:.0f} minutes; more where a weight is "
                   "to be chosen", file=sys.stderr, flush=True)
-            if args.plan:
+            if args.plan or time.time() > until:
                 return
             list(for_each(do, study.missing))
     show(found, study.losses, study.pairs)
+    print(study.save(found))
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ import runpy
 import subprocess
 import sys
 from itertools import product
+from pathlib import Path
 
 import pytest
 import torch
@@ -46,10 +47,7 @@ def test_a_loss_is_measured(capsys):
 @pytest.fixture
 def square(tmp_path, monkeypatch):
     """Return the module with little of everything, whose results are in a folder of their own."""
-    from functools import partial
-
     from benchmarks import square
-    from isogloss import demo
     from isogloss.objective.loss_table import LOSSES
 
     losses = dict(LOSSES)
@@ -57,23 +55,24 @@ def square(tmp_path, monkeypatch):
     whole = square.corpus()
     rows = {"choose": 6, "report": 6, "train": 400, "documentation": 40}
     small = {part: whole[part][:num] for part, num in rows.items()}
+    for name, of in square.SCALES.items():
+        monkeypatch.setitem(square.SCALES, name, of._replace(
+            runs=tmp_path / name, sizes=dict(bytes=400, digits=300), teacher=(16, 16, 1, 1),
+            student=(16, 16, 1, 1), teacher_steps=3, kept_every=1,
+            regimes={"little": square.Regime(16, 2, checks=2),
+                     "new": square.Regime(16, 2, is_fresh=False),
+                     "above": square.Regime(16, 2)}))
     for name, value in {
-        "SHAPES": {of: dict(hidden_size=16, intermediate_size=16, num_hidden_layers=1,
-                            num_attention_heads=1, max_position_embeddings=square.MAX_LENGTH)
-                   for of in square.SHAPES},
-        "RUNS": tmp_path, "corpus": lambda: small, "TEACHER_STEPS": 3, "KEPT_EVERY": 1,
-        "FIRST_STEPS": 2, "MATCHED": 9.0, "SEEDS_TO_CHOOSE": (100,), "WEIGHTS": (1.0,),
-        "LIGHTEST": 1.0, "HEAVIEST": 1.0,
-        "REGIMES": {"little": square.Regime(16, 2, checks=2),
-                    "new": square.Regime(16, 2, is_fresh=False),
-                    "above": square.Regime(16, 2)},
-        "KINDS": {"bytes": partial(demo.byte_level_bpe, size=400),
-                  "digits": partial(demo.byte_level_bpe, size=300, single_digits=True)},
+        "corpus": lambda: small, "MATCHED": 9.0, "FIRST_STEPS": 2, "SEEDS_TO_CHOOSE": (100,),
+        "WEIGHTS": (1.0,), "LIGHTEST": 1.0, "HEAVIEST": 1.0,
+        "KINDS": {kind: square.KINDS[kind] for kind in ("bytes", "digits")},
     }.items():
         monkeypatch.setattr(square, name, value)
+    square.use("small")
     for cached in (square.encoder, square.teacher, square.hidden, square.held_out):
         cached.cache_clear()
     yield square
+    square.use("small")
     LOSSES.clear()  # of the rivals, which other tests would take for the job's own
     LOSSES.update(losses)
     for cached in (square.encoder, square.teacher, square.hidden, square.held_out):
@@ -89,16 +88,46 @@ def test_a_square_is_compared_and_goes_on(square, tmp_path, capsys, models):
     table = run()
     assert "student digits, teacher bytes" in table and "share of an equal" in table
     assert table.count("| bpm ") == 2 + 1 and table.count("| forward_kl ") == 2
-    trained = {path: path.stat().st_mtime_ns for path in (tmp_path / "results").iterdir()}
+    results = tmp_path / "small" / "results"
+    trained = {path: path.stat().st_mtime_ns for path in results.iterdir()}
     lines = run().splitlines()
     assert table.splitlines()[-len(lines):] == lines  # but for what is said of new teachers
-    assert trained == {path: path.stat().st_mtime_ns for path in (tmp_path / "results").iterdir()}
+    assert trained == {path: path.stat().st_mtime_ns for path in results.iterdir()}
     assert "| csd_first " in run(losses="piece_kl,csd_first", regime="new", pairs="digits-bytes",
                                  equal_seconds=True, weight=0.0, seeds=2)
     assert "teacher teacher" in run(regime="above", teacher=str(models[1]), losses="simct",
                                     pairs=f"digits-{models[1]}")
     with pytest.raises(ValueError, match="go together"):
         run(teacher="x")
+
+
+def test_a_table_has_the_weights_and_seconds_of_the_next_one(square, tmp_path, capsys):
+    """Half as long as the first loss takes twice as many steps; nothing is chosen or timed."""
+    rows = [{"loss": loss, "student": "digits", "teacher": "bytes", "weight": weight,
+             "seconds": seconds} for loss, weight, seconds in (("piece_kl", 0.5, 8), ("alm", 2, 4))]
+    (tmp_path / "table.json").write_text(json.dumps({"table": rows}))
+    square.main(square.Args(losses="piece_kl,alm", seeds=2, pairs="digits-bytes", processes=1,
+                            equal_seconds=True, table=str(tmp_path / "table.json")))
+    out = capsys.readouterr().out.splitlines()
+    table = json.loads(Path(out[-1]).read_text())
+    assert [(row["loss"], row["weight"], row["steps"]) for row in table["table"]] == [
+        ("piece_kl", 0.5, 2), ("alm", 2, 4)]
+    assert table["seeds"] == 2 and [len(row["bits"]) for row in table["table"]] == [2, 2]
+    assert len(list((tmp_path / "small" / "results").iterdir())) == 2 * (1 + 1 + 1)  # with the text
+
+
+def test_what_a_gpu_trains_goes_on_where_its_minutes_ended(square, tmp_path, capsys, monkeypatch):
+    """The large scale reads its teacher in each step; without time no run is made."""
+    flags = dict(scale="large", losses="piece_kl,csd", regime="new", seeds=1, weight=1.0,
+                 pairs="digits-bytes", processes=1)
+    square.main(square.Args(minutes=1e-9, **flags))
+    captured = capsys.readouterr()
+    assert "3 runs" in captured.err and "student" not in captured.out
+    assert sorted(path.name for path in (tmp_path / "large").glob("teacher-*")) == [
+        "teacher-bytes.pt", "teacher-digits.pt"]
+    square.main(square.Args(**flags))
+    assert "student digits, teacher bytes" in capsys.readouterr().out
+    assert not list((tmp_path / "large").glob("hidden-*"))
 
 
 def test_what_teachers_and_students_are_good_for_cancels_in_a_share(square):
