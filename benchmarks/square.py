@@ -26,20 +26,19 @@ new        students that know the library's documentation meet its sources
 above      little, from a teacher far above the students: --teacher DIR, a real model
 
 Students of a seed begin with the same weights and see the same batches.  The weight of a loss is
-chosen for each pair, on other held-out rows and with other seeds than those that are reported;
-where the best is the smallest or the largest, a smaller or larger one is tried.  A run's seconds
-are its processor time and what its teacher takes for the rows that it reads; with --equal_seconds
-losses that are faster than the first one take more steps, and slower ones fewer.  Differences are
-paired by seed; intervals are of 95 %, by Student's t.
+chosen for each pair, on other rows and seeds than those that are reported, and bracketed.  A run's
+seconds are its processor time and what its teacher takes for the rows that it reads; with
+--equal_seconds faster losses than the first one take more steps, and slower ones fewer.
+Differences are paired by seed; intervals are of 95 %, by Student's t.
 
 Results are kept in runs/square, and what is done is not repeated.  A table is written there as
-JSON, too; with --table FILE weights (and seconds, where these are equal) are those of an earlier
-one.  benchmarks/rivals.py has losses of other systems.  Figures of record are in docs/LOG.md.
+JSON, too; with --table FILE weights and seconds are those of an earlier one.  rivals.py has losses
+of other systems.  Figures of record are in docs/LOG.md.
 
-On one GPU, with --scale large: teachers of 40 million weights, that also read the sources of the
-packages that are installed, and students of 6 to 8 million.  No run begins after --minutes, and
-each of these goes on where it is given again, behind `square.py --scale large --regime new
---minutes 8 --processes 8`: teachers and a square, rivals, a square of four seeds.
+On one GPU, with --scale large: teachers of 40 million weights, that also read the sources of
+installed packages, and students of 6 to 8 million.  No run begins after --minutes.  Each of these
+goes on where it is given again, behind `square.py --scale large --regime new --minutes 8
+--processes 8`: teachers and a square, rivals, a square of four seeds.
 
     --losses piece_kl --weight 1 --seeds 1
     --losses piece_kl,bpm,simct,csd,projection_kl --table docs/log/square_new.json --seeds 3
@@ -699,9 +698,8 @@ def main(args):
     use(args.scale, until)
     study = Study(args)
     is_alone = args.processes == 1
-    spawn = multiprocessing.get_context("spawn")
     with nullcontext() if is_alone else ProcessPoolExecutor(
-            args.processes, spawn, initializer=use, initargs=(args.scale, until)) as pool:
+            args.processes, multiprocessing.get_context("spawn"), use, (args.scale, until)) as pool:
         for_each = map if is_alone else pool.map
         if not args.plan:
             for kind in KINDS:
@@ -718,6 +716,8 @@ def main(args):
                   "to be chosen", file=sys.stderr, flush=True)
             if args.plan or time.time() > until:
                 return
+            if not scale.regimes[args.regime].is_fresh:
+                list(for_each(first_weights, *zip(*{(r.student, r.seed) for r in study.missing})))
             list(for_each(do, study.missing))
     show(found, study.losses, study.pairs)
     print(study.save(found))
