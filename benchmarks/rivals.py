@@ -7,12 +7,11 @@ q the teacher's; a chunk is text between two borders that both tokenizers share.
 simct, simct_fkl   SimCT (arXiv:2605.07711, github.com/sunjie279/SimCT- at 4dae6fc): at the first
     position of a chunk the logits of all tokens that both vocabularies have, and for a chunk of
     several tokens the mean of its realized logits; KL(p || q) of their softmax, or KL(q || p).
-csd, csd_first   The partition KL of NeMo RL's branch xtoken-v6-loss at a84de17, whose formulas are
-    those of Common-Support Distillation (arXiv:2610.28895): tokens that both have, and one event
-    for the rest; in a chunk of one token against several, the tokens that are written with the
-    realized ones but the last; of several against several the chunk's probability.  csd_first adds
-    0.2 times the common tokens at the first position, and twice the weight of such chunks, as that
-    branch's preset does.  Its positions are taken as unshifted; no filter of unlikely chunks.
+csd   The partition KL of NeMo RL's branch xtoken-v6-loss at a84de17, whose formulas are those of
+    Common-Support Distillation (arXiv:2610.28895): tokens that both have, and one event for the
+    rest; in a chunk of one token against several, the tokens that are written with the realized
+    ones but the last; of several against several the chunk's probability.  Its positions are taken
+    as unshifted; no filter of unlikely chunks.
 bpm   Byte-Prefix Marginalization (arXiv:2607.22334, github.com/K1XE/BPM at 55093cf): a teacher
     token gives its mass to the longest student token that its bytes begin with; inside a teacher
     token those that begin with what was read; student tokens that are longer than the teacher's on
@@ -45,8 +44,7 @@ SPAN = 8  # longest student token that bpm follows, in teacher tokens
 def add():
     """Put the losses into the table."""
     for name, loss in {"simct": partial(Simct, reverse=True), "simct_fkl": Simct, "csd": Csd,
-                       "csd_first": partial(Csd, first=0.2, many=2.0), "bpm": Bpm,
-                       "no_teacher": NoTeacher}.items():
+                       "bpm": Bpm, "no_teacher": NoTeacher}.items():
         LOSSES[name] = LossSpec(partial(build, loss), "chunks")
 
 
@@ -123,14 +121,10 @@ class Simct:
 
 
 class Csd:
-    """Compare common events and a rest, chunk by chunk; see the module.
+    """Compare common events and a rest, chunk by chunk; see the module."""
 
-    first: weight of the first position of chunks of several tokens; many: of all their terms.
-    """
-
-    def __init__(self, pair, first=0.0, many=1.0):
+    def __init__(self, pair):
         self.common = common_tokens(pair)
-        self.first, self.many = first, many
         self.endings = []  # of either side: {other side's tokens but the last: [(token, last)]}
         for side in (0, 1):
             endings = defaultdict(dict)
@@ -146,7 +140,6 @@ class Csd:
                  (logq, next_T, chunks.first_T.tolist(), chunks.count_T.tolist())]
         following = [side[1].tolist() for side in sides]
         whole = [], []  # rows with one token on both sides
-        firsts = [], []
         parts = []  # of the others, (rows, tokens) of the student's and the teacher's events
         paths = [], []  # (rows, tokens, number of the part): probabilities of what came before
         for number in range(len(sides[0][2])):
@@ -168,7 +161,6 @@ class Csd:
             else:
                 tokens = [[came[0][-1]], [came[1][-1]]]
             for side in (0, 1):
-                firsts[side].append(row[side])
                 for k in range(count[side] - 1):
                     paths[side].append((row[side] + k, came[side][k], len(parts)))
             parts.append([[(row[side] + count[side] - 1, token) for token in tokens[side]]
@@ -188,10 +180,7 @@ class Csd:
                     before = log.new_zeros(len(parts)).index_add(0, number, log[rows, tokens])
                     value_E = value_E + before[of_E]
                 logs.append(value_E)
-            value_K = partition_kl(*logs, losses.Segments.of(of_E, len(parts)))
-            if self.first:
-                value_K = value_K + self.first * self._common(logp, logq, firsts)
-            values.append(self.many * value_K)
+            values.append(partition_kl(*logs, losses.Segments.of(of_E, len(parts))))
         return torch.cat(values)
 
     def _common(self, logp, logq, rows):

@@ -106,12 +106,14 @@ class Regime(NamedTuple):
     steps: optimizer steps.
     checks: how often the chosen rows are looked at, for the best student.
     is_fresh: they have random weights.
+    teacher_steps: of their teachers' training, if not those of the scale.
     """
 
     rows: int
     steps: int
     checks: int = 1
     is_fresh: bool = True
+    teacher_steps: int = 0
 
 
 class Scale(NamedTuple):
@@ -144,7 +146,8 @@ SCALES = {
         ROOT / "runs" / "square", dict(bytes=2048, digits=512, unigram=1024),
         teacher=(192, 512, 4, 6), student=(64, 172, 4, 4), batch=8, rate=3e-3,
         teacher_steps=600, teacher_batch=16, teacher_rate=3e-3, kept_every=20,
-        regimes={"little": Regime(1200, 150), "long": Regime(8000, 3000, checks=12),
+        regimes={"little": Regime(1200, 150),
+                 "long": Regime(8000, 3000, checks=12, teacher_steps=1800),
                  "new": Regime(1200, 150, is_fresh=False), "above": Regime(1200, 150)}),
     "large": Scale(
         ROOT / "runs" / "square_large", dict(bytes=8192, digits=2048, unigram=4096),
@@ -157,10 +160,12 @@ scale = SCALES["small"]
 deadline = math.inf  # after which no run begins, in seconds as time.time()
 
 
-def use(name, until=math.inf):
-    """Set the scale of this process, and until when it begins runs."""
+def use(name, regime, until=math.inf):
+    """Set the scale of this process, the teachers of a regime, and until when it begins runs."""
     global scale, deadline
     scale, deadline = SCALES[name], until
+    steps = scale.regimes[regime].teacher_steps or scale.teacher_steps
+    scale = scale._replace(teacher_steps=steps)
     torch.set_num_threads(1)  # models of the small scale gain nothing from a second one
     torch.set_float32_matmul_precision("high" if scale.is_large else "highest")
 
@@ -264,6 +269,12 @@ def encoder(kind):
     return TextEncoder(tokenizer, TokenTable.from_tokenizer(tokenizer), MAX_LENGTH)
 
 
+def name_of(teacher):
+    """Return what files of a teacher are called."""
+    is_made_here = teacher in KINDS
+    return f"{teacher}-{scale.teacher_steps}" if is_made_here else sha256(teacher).hex()[:8]
+
+
 def device():
     """Return the device that trains."""
     return "cuda" if scale.is_large and torch.cuda.is_available() else "cpu"
@@ -283,14 +294,14 @@ def teacher(kind):
         model = AutoModelForCausalLM.from_pretrained(kind, dtype=torch.float32)
         return model.to(device()).eval()
     model = fresh(scale.teacher, kind, 0)
-    model.load_state_dict(torch.load(scale.runs / f"teacher-{kind}.pt"))
+    model.load_state_dict(torch.load(scale.runs / f"teacher-{name_of(kind)}.pt"))
     return model.eval()
 
 
 @cache
 def hidden(kind, num_rows):
     """Return (hidden states of a teacher, for each row to train on; its seconds a row)."""
-    path = scale.runs / f"hidden-{sha256(kind).hex()[:8]}-{num_rows}.pt"
+    path = scale.runs / f"hidden-{name_of(kind)}-{num_rows}.pt"
     if not path.exists():
         start = time.process_time()
         rows = []
@@ -327,7 +338,7 @@ def bits_per_byte(model, kind, part):
 
 def train_teacher(kind):
     """Train a teacher, and keep the means of its weights over the last steps every so often."""
-    folder = scale.runs / f"training-{kind}"
+    folder = scale.runs / f"training-{name_of(kind)}"
     if (folder / "bits.json").exists():
         return
     mean = fresh(scale.teacher, kind, 0).eval()
@@ -349,15 +360,15 @@ def train_teacher(kind):
 
 def match_teachers():
     """Write, of each teacher, the weights with the bits per byte of the worst one."""
-    bits = {kind: json.loads((scale.runs / f"training-{kind}" / "bits.json").read_text())
+    bits = {kind: json.loads((scale.runs / f"training-{name_of(kind)}" / "bits.json").read_text())
             for kind in KINDS}
     goal = max(min(values) for values in bits.values())
     for kind, values in bits.items():
-        path = scale.runs / f"teacher-{kind}.pt"
+        path = scale.runs / f"teacher-{name_of(kind)}.pt"
         if path.exists():
             continue
         number = max(next(i for i, value in enumerate(values) if value <= goal), 1)
-        ends = [torch.load(scale.runs / f"training-{kind}" / f"{i}.pt")
+        ends = [torch.load(scale.runs / f"training-{name_of(kind)}" / f"{i}.pt")
                 for i in (number - 1, number)]
         model = fresh(scale.teacher, kind, 0).eval()
         low, high, place = 0.0, 1.0, 1.0
@@ -695,11 +706,12 @@ def main(args):
     if (args.regime == "above") != bool(args.teacher):
         raise ValueError("--teacher DIR and --regime above go together")
     until = time.time() + 60 * args.minutes if args.minutes else math.inf
-    use(args.scale, until)
+    setting = args.scale, args.regime, until
+    use(*setting)
     study = Study(args)
     is_alone = args.processes == 1
     with nullcontext() if is_alone else ProcessPoolExecutor(
-            args.processes, multiprocessing.get_context("spawn"), use, (args.scale, until)) as pool:
+            args.processes, multiprocessing.get_context("spawn"), use, setting) as pool:
         for_each = map if is_alone else pool.map
         if not args.plan:
             for kind in KINDS:

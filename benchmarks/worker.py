@@ -5,7 +5,7 @@
 The text is cut into pieces of 8,000 characters, each a sample of at most 1,024 tokens, so that both
 tokenizers read nearly twice what is kept; with --characters 4000 all is kept.  A batch has 8 of
 them, with the lists of piece_kl.  The best of several runs in one process, so the tokenizers have
-seen all words; by the clock, and by the processor's time, which other jobs disturb less.
+seen all words, by the processor's time, which other jobs disturb less.
 """
 
 import sys
@@ -26,18 +26,17 @@ from isogloss.projection_tools.tokenizers import Pair
 from isogloss.tile_plan import GPU_SUB_TILES
 
 BATCH = 8
-LINE = "{:>10} {:>9} {:>10} {:>12} {:>12} {:>10} {:>9} {:>8}"
+LINE = "{:>10} {:>9} {:>10} {:>12} {:>10} {:>9} {:>8}"
 
 
 def timed(run, times):
-    """Return (least seconds of a call, least seconds of the processor, the last result)."""
-    best = [float("inf")] * 2
+    """Return (least seconds of a call, the last result)."""
+    seconds = []
     for _ in range(times):
-        begin = time.perf_counter(), time.process_time()
+        begin = time.process_time()
         result = run()
-        seconds = time.perf_counter() - begin[0], time.process_time() - begin[1]
-        best = list(map(min, best, seconds))
-    return *best, result
+        seconds.append(time.process_time() - begin)
+    return min(seconds), result
 
 
 def main(student, teacher, text, max_length=1024, times=3, memory_mib=(4096, 512),
@@ -54,19 +53,17 @@ def main(student, teacher, text, max_length=1024, times=3, memory_mib=(4096, 512
     encoders = []
     for tokenizer, table in zip(tokenizers, pair.tables):
         encoders.append(TextEncoder(tokenizer, table, max_length))
-    print(LINE.format("MiB", "tokens", "sub-tiles", "tokens/s", "by CPU", "encode ms", "pack ms",
-                      "KiB"))
-    _, coding, _ = timed(lambda: [encoder.encode(samples) for encoder in encoders], times)
+    print(LINE.format("MiB", "tokens", "sub-tiles", "tokens/s", "encode ms", "pack ms", "KiB"))
+    coding, _ = timed(lambda: [encoder.encode(samples) for encoder in encoders], times)
     for mib in memory_mib:
         pair = PairOptions(encoders[1], tables, live_copies=LOSSES["piece_kl"].live_copies)
         collate = Collator(encoders[0], [pair], tile_mib=mib, sub_tiles=GPU_SUB_TILES)
-        seconds, cpu, batch = timed(lambda collate=collate: collate(samples), times + 1)
-        _, packing, (_, buffer) = timed(lambda batch=batch: pack(batch), times)
+        seconds, batch = timed(lambda collate=collate: collate(samples), times + 1)
+        packing, (_, buffer) = timed(lambda batch=batch: pack(batch), times)
         num_sub_tiles = sum(len(tile.sub_tiles) for tile in batch.teachers[0].tiles)
         tokens = int(batch.counts.tokens)
         print(LINE.format(mib, tokens, num_sub_tiles, f"{tokens / seconds:,.0f}",
-                          f"{tokens / cpu:,.0f}", f"{1e3 * coding:.0f}", f"{1e3 * packing:.1f}",
-                          buffer.nbytes >> 10))
+                          f"{1e3 * coding:.0f}", f"{1e3 * packing:.1f}", buffer.nbytes >> 10))
 
 
 if __name__ == "__main__":

@@ -68,11 +68,11 @@ def square(tmp_path, monkeypatch):
         "KINDS": {kind: square.KINDS[kind] for kind in ("bytes", "digits")},
     }.items():
         monkeypatch.setattr(square, name, value)
-    square.use("small")
+    square.use("small", "little")
     for cached in (square.encoder, square.teacher, square.hidden, square.held_out):
         cached.cache_clear()
     yield square
-    square.use("small")
+    square.use("small", "little")
     LOSSES.clear()  # of the rivals, which other tests would take for the job's own
     LOSSES.update(losses)
     for cached in (square.encoder, square.teacher, square.hidden, square.held_out):
@@ -93,7 +93,7 @@ def test_a_square_is_compared_and_goes_on(square, tmp_path, capsys, models):
     lines = run().splitlines()
     assert table.splitlines()[-len(lines):] == lines  # but for what is said of new teachers
     assert trained == {path: path.stat().st_mtime_ns for path in results.iterdir()}
-    assert "| csd_first " in run(losses="piece_kl,csd_first", regime="new", pairs="digits-bytes",
+    assert "| csd " in run(losses="piece_kl,csd", regime="new", pairs="digits-bytes",
                                  equal_seconds=True, weight=0.0, seeds=2)
     assert "teacher teacher" in run(regime="above", teacher=str(models[1]), losses="simct",
                                     pairs=f"digits-{models[1]}")
