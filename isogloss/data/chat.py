@@ -217,6 +217,7 @@ def _frame(roles, encoder):
 def _marked_turns(messages, encoder, template, ids, located, data):
     """Return {message: (begin, low, high)} as a template marks what its assistant says.
 
+    Some mark the header and what follows the end, too, which the assistant does not write.
     None: it does not ({% generation %}), or not for every turn.  See `turns.Stretch`; in bytes.
     """
     source = encoder.tokenizer.chat_template
@@ -230,15 +231,19 @@ def _marked_turns(messages, encoder, template, ids, located, data):
     borders = np.flatnonzero(np.diff(mask, prepend=0, append=0)).reshape(-1, 2)
     if len(mask) != len(ids) or len(borders) != len(numbers):
         return None
-    ends = turn_ends(encoder)
+    is_end = np.isin(ids, turn_ends(encoder))
+    header = encoder.header.text.encode() if encoder.header.is_prompt else b""
     turns = {}
     for number, (first, last) in zip(numbers, borders):
-        low = int(located.end[last - 1])
+        begin, low = int(located.begin[first]), int(located.end[last - 1])
         while low < len(data) and data[low] & 0xC0 == 0x80:
             low += 1  # the mask has the first token of a character of several
-        if ids[last - 1] in ends:
-            low = int(located.begin[last - 1])
-        turns[number] = int(located.begin[first]), low, low + 1
+        ends = np.flatnonzero(is_end[first:last])
+        if len(ends) and not data[located.end[first + ends[-1]] : low].strip():
+            low = int(located.begin[first + ends[-1]])
+        if header and data.startswith(header, begin):
+            begin += len(header)
+        turns[number] = begin, low, low
     return turns
 
 

@@ -90,7 +90,9 @@ class TextEncoder:
             behind = behind_answer(Template(self).try_write)
         if behind is None:
             return self.table.end_of_turn
-        for i in self.tokenizer(behind, add_special_tokens=False)["input_ids"]:
+        # the last of its control tokens: some close what is said before they end the turn
+        behind = (behind.split() or [""])[0]
+        for i in reversed(self.tokenizer(behind, add_special_tokens=False)["input_ids"]):
             if i < len(self.table) and self.table.special[i]:
                 return i
         return -1

@@ -172,19 +172,23 @@ class Header(NamedTuple):
 
     text: of the template's generation prompt, or else of a turn.
     is_prompt: the template writes a generation prompt.
+    least: characters of it with which every turn begins.
     """
 
     text: str
     is_prompt: bool
+    least: int = 0
 
 
 def header_of(write):
     """Return the Header of a template whose `Template.try_write` this is."""
     question = write(QUESTION, False) or ""
     prompt = _behind(question, write(QUESTION, True))
+    # an earlier turn: the last one may have more, such as an empty thought
+    chat = write([*QUESTION, ANSWER, *QUESTION], False) or write([*QUESTION, ANSWER], False)
+    turn, mark, _ = _behind(question, chat).partition(MARK)
     if prompt:
-        return Header(prompt, True)
-    turn, mark, _ = _behind(question, write([*QUESTION, ANSWER], False)).partition(MARK)
+        return Header(prompt, True, _common_begin(prompt, turn) if mark else 0)
     return Header(turn.rstrip(" ") if mark else "", False)
 
 
@@ -220,7 +224,8 @@ def _stretch(messages, number, text, write, header, ends):
     before = before or ""
     if not (before and header.is_prompt):
         before += header.text
-    begin = None if is_refused or not text.startswith(before) else len(before)
+    is_known = before and not is_refused and text.startswith(before)
+    begin = len(before) if is_known else None
     if begin is not None:
         is_last = number == len(messages) - 1
         upto = text if is_last else write(messages[: number + 1], False)
@@ -235,7 +240,10 @@ def _stretch(messages, number, text, write, header, ends):
     if not marked:
         return None  # the template writes nothing of the message
     if begin is None:
-        begin = min(_begin(text, other, header.text, before) for other in marked)
+        begins = [_begin(text, other, header, before) for other in marked]
+        if -1 in begins:
+            return None  # it is written as another role's, and tools may stand in front of it
+        begin = min(begins)
     # All but the message is the same in both renderings.  So what stands behind the last mark
     # stands behind the last part of the message, too.
     tail = min((other.rpartition(MARK)[2] for other in marked), key=len)
@@ -261,7 +269,7 @@ def _last_end(text, ends):
 
 
 def _with_marks(messages, number, write):
-    """Yield renderings with a mark for the content, the thoughts, or a part of the last call.
+    """Yield renderings with a mark for the content, the thoughts, or a part of the calls.
 
     One with marks for all that the message holds, where the template writes it; else one for each.
     """
@@ -269,13 +277,11 @@ def _with_marks(messages, number, write):
     variants = [{"content": MARK}]
     if thought_of(message):
         variants.append({key: MARK for key in REASONING if message.get(key)})
-    if message.get("tool_calls"):
-        *calls, last = message["tool_calls"]
-        parts = {"name": MARK}, {"arguments": {"a": MARK}}
-        for part in ({"name": MARK, "arguments": {"a": MARK}}, *parts):
-            marked = last | {"function": last["function"] | part}
-            variants.append({"tool_calls": [*calls, marked]})
-    whole = dict(item for variant in reversed(variants) for item in variant.items())
+    if message.get("tool_calls"):  # not the name, which may stand in front of the result, too
+        calls = [call | {"function": call["function"] | {"arguments": {"a": MARK}}}
+                 for call in message["tool_calls"]]
+        variants.append({"tool_calls": calls})
+    whole = dict(item for variant in variants for item in variant.items())
     for variant in (whole, *variants):
         other = write([*messages[:number], message | variant, *messages[number + 1 :]], False)
         if other and MARK in other:
@@ -285,25 +291,28 @@ def _with_marks(messages, number, write):
 
 
 def _begin(text, other, header, before):
-    """Return where the assistant begins to speak in a rendering.
+    """Return where the assistant begins to speak in a rendering; -1: its Header is nowhere.
 
     Args:
         other: the rendering with a mark in the message.
-        header: text of the Header; before: a text that ends with it.
+        before: a text that ends with the text of the Header.
     """
     place = other.index(MARK)
     shared = _common_begin(text, other[:place])
     # without a header the message begins with its own words, and the space in front of them
-    best = 0, len(text[:shared].rstrip(" "))
+    has_header = header.is_prompt and before.endswith(header.text)
+    best = 0, -1 if has_header else len(text[:shared].rstrip(" "))
+    header, _, least = header
     # not every turn has all of a prompt, such as the beginning of a thought
-    cuts = [cut.end() for cut in re.finditer(r"\n|>", header)]
+    cuts = [cut.end() for cut in re.finditer(r"\n|>", header) if cut.end() >= least]
     for cut in {*cuts, len(header)} - {0}:
         upto = before[: len(before) - len(header) + cut]
         here = other.rfind(header[:cut], 0, place)
         while here >= 0:
             # the more of the chat before it is the same, the surer it is that turn's
             same = _common_end(other[: here + cut], upto)
-            best = max(best, (same, here + cut))
+            if same >= cut:  # else this turn has another header
+                best = max(best, (same, here + cut))
             here = other.rfind(header[:cut], 0, here)
     return min(best[1], shared)
 
