@@ -302,7 +302,7 @@ def load_text_encoder(role, path, max_length, trust_remote_code=False, template_
         raise ValueError(f"--{role} {path}: its lm_head has {config.vocab_size} rows, but its "
                          f"tokenizer {len(table)} ids; use the tokenizer that the model was "
                          "trained with")
-    generation = load_generation(role, path, config, tokenizer) if role == "student" else {}
+    generation = load_generation(role, path, config, tokenizer)
     encoder = TextEncoder(
         tokenizer, table, max_length or context, template_kwargs or {}, generation)
     return encoder, config

@@ -3,7 +3,9 @@
 import copy
 import json
 import re
+import warnings
 
+import datasets
 import pytest
 
 from isogloss.data.batch_types import Example
@@ -49,6 +51,13 @@ MESSAGES = {
                           with_call(function=CALL_OF_ONE)),
     "a bare call": (with_call(name="look_up", arguments='{"at": 1}'),
                     with_call(type="function", function=CALL_OF_ONE)),
+    "no arguments": (with_call(function={"name": "look_up", "arguments": ""}),
+                     with_call(function={"name": "look_up", "arguments": {}})),
+    "a call as OpenAI had it": (
+        {"role": "assistant", "content": None, "function_call": CALL_OF_ONE},
+        with_call(type="function", function=CALL_OF_ONE) | {"content": ""}),
+    "a result as OpenAI had it": ({"role": "function", "name": "look_up", "content": "a"},
+                                  {"role": "tool", "name": "look_up", "content": "a"}),
     "arguments that are no JSON": (with_call(function={"name": "look_up", "arguments": "x"}),) * 2,
     "another name of a role": ({"role": "model", "content": "a"},
                                {"role": "assistant", "content": "a"}),
@@ -58,6 +67,9 @@ MESSAGES = {
     "from a tool": ({"from": "observation", "value": "a"}, {"role": "tool", "content": "a"}),
     "a call by ShareGPT": (
         {"from": "function_call", "value": '{"name": "look_up", "arguments": {"at": 1}}'},
+        with_call(type="function", function=CALL_OF_ONE) | {"content": ""}),
+    "calls by ShareGPT": (
+        {"from": "function_call", "value": '[{"name": "look_up", "arguments": {"at": 1}}]'},
         with_call(type="function", function=CALL_OF_ONE) | {"content": ""}),
     "both names": ({"role": "user", "content": "a", "from": None, "value": None},
                    {"role": "user", "content": "a"}),
@@ -81,14 +93,17 @@ def test_nulls_inside_count_unless_a_type_has_filled_them_in():
     for is_filled, expected in ((False, call), (True, filled)):
         [message] = as_messages([with_call(**call)], is_filled=is_filled)
         assert message["tool_calls"] == [expected]
-    assert as_tools(tools) == tools
-    assert as_tools(tools, is_filled=True) == [{"name": "f", "parameters": {"b": [{"d": 1}]}}]
+    assert as_tools(tools) == [{"type": "function", "function": tools[0]}]
+    [tool] = as_tools(tools, is_filled=True)
+    assert tool["function"] == {"name": "f", "parameters": {"b": [{"d": 1}]}}
 
 
 def test_tools_may_be_a_list_or_json_of_one():
     for nothing in (None, [], "", " ", "null", "[]"):
         assert problem_of_tools(nothing) is None and not as_tools(nothing)
-    assert as_tools([TOOL]) == as_tools(json.dumps([TOOL])) == [TOOL]
+    bare = [TOOL["function"]]  # as xLAM and Hermes write them
+    for tools in ([TOOL], bare):
+        assert as_tools(tools) == as_tools(json.dumps(tools)) == [TOOL]
     for wrong in ("look", [1], {"a": 1}, "[1]", 3):
         assert "expected a list of tools" in problem_of_tools(wrong)
 
@@ -115,6 +130,18 @@ def test_what_cannot_be_read_is_said_in_a_line(problem):
     assert problem_of([USER, WRONG[problem]]).startswith(f": message 1 {problem}")
     with pytest.raises(DataError, match="--data d: row 3 of 'chat': message 0 "):
         ExampleReader("chat", source="d")({"chat": [WRONG[problem]]}, 3)
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "parquet"])
+def test_a_column_that_belongs_to_the_chats_and_is_not_read_is_named(tmp_path, kind):
+    file = str(tmp_path / f"rows.{kind}")
+    rows = datasets.Dataset.from_list([{"system": "Be good.", "chat": [USER, ANSWER]}])
+    rows.to_json(file) if kind == "jsonl" else rows.to_parquet(file)
+    with pytest.warns(UserWarning, match="no model reads its column 'system'"):
+        load_dataset(file, "chat")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        load_dataset(file, "chat", optional_keys=("system",))
 
 
 def test_images_are_refused_or_dropped():

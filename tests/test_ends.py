@@ -11,6 +11,7 @@ from conftest import asset
 from isogloss.align import TokenTable
 from isogloss.data.ends import load_generation, stop_ids, write_generation
 from isogloss.data.sample import TextEncoder
+from isogloss.inputs import load_text_encoder
 
 CHATML = ("{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
           "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}")
@@ -47,6 +48,9 @@ def test_the_template_says_what_ends_a_turn(tokenizer):
     im_end, end = tokenizer.convert_tokens_to_ids(["<|im_end|>", "<|end|>"])
     tokenizer.chat_template = CHATML
     assert stop_ids(encoder_of(tokenizer)) == sorted([eos, im_end])
+    # Command R closes an answer before it ends the turn
+    tokenizer.chat_template = CHATML.replace("<|im_end|>", "<|message|><|im_end|>")
+    assert stop_ids(encoder_of(tokenizer)) == sorted([eos, im_end])
     tokenizer.chat_template = CHATML.replace("<|im_end|>", "")
     assert stop_ids(encoder_of(tokenizer)) == [eos]
     tokenizer.chat_template = "{{ raise_exception('no') }}"
@@ -79,6 +83,8 @@ def test_the_file_is_written_as_it_was_with_the_ends_that_were_taught(model, tmp
     written = json.loads((tmp_path / "generation_config.json").read_text(encoding="utf-8"))
     assert written == SETTINGS | {"eos_token_id": [5, 3, eos]}
     assert GenerationConfig.from_pretrained(tmp_path).eos_token_id == [5, 3, eos]
+    encoder, _ = load_text_encoder("teacher", str(model), 0)
+    assert encoder.generation == SETTINGS  # a teacher's turns end by it, too
     # once more, as the student of another run
     shutil.copy(tmp_path / "generation_config.json", model)
     write_generation(loaded(model), tmp_path)

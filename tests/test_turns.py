@@ -20,7 +20,7 @@ from isogloss.align import TokenTable
 from isogloss.config import Config, template_kwargs
 from isogloss.data.chat import encode_chat, render
 from isogloss.data.sample import TextEncoder
-from isogloss.data.turns import Template, common_spans
+from isogloss.data.turns import Template, common_spans, doubts
 from isogloss.inputs import first_date
 from isogloss.teachers.cache_files import FORMAT, Manifest
 
@@ -97,9 +97,12 @@ TEMPLATES = {
         "{{ m.thinking }}<|end|><|start|>assistant{% endif %}"
         "{% if m.tool_calls %}<|channel|>commentary to={{ m.tool_calls[0].function.name }}"
         "<|message|>{{ m.tool_calls[0].function.arguments | tojson }}<|call|>"
+        "{% set ns.name = m.tool_calls[0].function.name %}"
+        "{% if m.content and m.thinking %}{{ raise_exception('both') }}{% endif %}"
         "{% else %}<|channel|>final<|message|>{{ m.content }}"
         "{{ '<|return|>' if loop.last else '<|end|>' }}{% endif %}" + END,
-        "<|start|>{{ m.role }}<|message|>{{ m.content }}<|end|>",
+        "<|start|>{{ 'to ' + ns.name if m.role == 'tool' else m.role }}"
+        "<|message|>{{ m.content }}<|end|>",
         "{% if add_generation_prompt %}<|start|>assistant{% endif %}", LAST_QUESTION),
     "another name of the role, contents stripped": each(
         "<|im_start|>model\n" + BEGIN + "{{ m.content | trim }}<|im_end|>" + END + NL,
@@ -112,6 +115,12 @@ TEMPLATES = {
         "{% endfor %}){% endfor %}]{% endif %}{{ eos_token }}" + END + NL,
         "{{ m.role | capitalize }}: {{ m.content }}\n",
         "{% if add_generation_prompt %}Assistant: {% endif %}"),
+    "tools in front of whatever comes first": each(
+        "{% if loop.first and tools %}<|start|>user<|message|>{{ tools | tojson }}{{ m.content }}"
+        "<|end|>{% else %}<|start|>assistant<|message|>" + BEGIN + "{{ m.content }}" + CALLS
+        + JSON_CALL + "{% endfor %}<|end|>" + END + "{% endif %}",
+        "<|start|>{{ m.role }}<|message|>{{ m.content }}<|end|>",
+        "{% if add_generation_prompt %}<|start|>assistant<|message|>{% endif %}"),
     "escaped": each("<|im_start|>assistant\n" + BEGIN + "{{ m.content | tojson }}<|im_end|>" + END
                     + NL, CHATML, CHATML_PROMPT),
 }
@@ -134,6 +143,7 @@ RESULT = {"role": "tool", "content": "sunny"}
 CHATS = {
     "plain": [asks(), says("It is 4.")],
     "system": [{"role": "system", "content": "Be good."}, asks(), says("It is 4.")],
+    "the assistant first": [says("Hello."), asks(), says("It is 4.")],
     "turns": [asks(), says("It is 4."), asks("sure?"), says("Yes."), asks("sure?"), says("Yes.")],
     "words of headers": [asks("assistant"), says("user"), asks("model\n"), says("assistant")],
     "an empty turn": [asks(), says(), asks("well?"), says("4")],
@@ -172,7 +182,10 @@ def encoder(tokenizers):
 
 
 def what_generates(chat, tokenizer, tools):
-    """Return (S,) bool: tokens in the blocks, and a header behind them that ends the turn."""
+    """Return (S,) bool: tokens in the blocks, and a header behind them that ends the turn.
+
+    Where nothing is left of a message but its end, nothing is learned.
+    """
     coded = tokenizer.apply_chat_template(chat, tools=tools, return_dict=True,
                                           return_assistant_tokens_mask=True)
     mask = np.array(coded["assistant_masks"], bool)
@@ -180,6 +193,10 @@ def what_generates(chat, tokenizer, tools):
     offsets = tokenizer(text, return_offsets_mapping=True)["offset_mapping"]
     for i in range(1, len(mask)):  # transformers leaves out the other tokens of a last character
         mask[i] |= mask[i - 1] and offsets[i] == offsets[i - 1]
+    turns = [message for message in chat if message["role"] == "assistant"]
+    blocks = np.flatnonzero(np.diff(mask, prepend=False, append=False)).reshape(-1, 2)
+    for message, (begin, end) in zip(turns, blocks):
+        mask[begin:end] &= end - begin > 1 or message.keys() == {"role", "content"}
     headers = tokenizer.convert_tokens_to_ids(["<|user|>", "<|observation|>"])
     follows = np.isin(coded["input_ids"], headers) & np.append(False, mask[:-1])
     return mask | follows
@@ -190,6 +207,7 @@ def test_what_is_learned_is_what_the_template_lets_the_assistant_write(encoder, 
     template = TEMPLATES[name]
     marked = encoder(template)
     unmarked = encoder(template.replace(BEGIN, "").replace(END, ""))
+    no_ends = TextEncoder(unmarked.tokenizer, unmarked.table, unmarked.max_length)
     for (kind, chat), tools in itertools.product(CHATS.items(), ([{"name": "weather"}], None)):
         expected = what_generates(chat, marked.tokenizer, tools)
         assert expected.any(), kind
@@ -200,7 +218,49 @@ def test_what_is_learned_is_what_the_template_lets_the_assistant_write(encoder, 
             shown = [(token, bool(is_learned), bool(wanted))
                      for token, is_learned, wanted in zip(tokens, learned, expected)]
             assert (learned == expected).all(), (kind, reader is marked, shown)
+        # nor is more learned where nothing says which tokens end turns
+        rendering = render(chat, no_ends, tools)
+        learned = encode_chat(chat, rendering, no_ends, "assistant").learned
+        assert not (learned & ~expected).any(), (kind, no_ends.tokenizer.decode(
+            rendering.ids[learned]))
     assert any(unmarked.frames.values())  # else no chat was read by what is around contents
+
+
+def test_of_a_marked_header_and_line_end_neither_is_learned(encoder):
+    """As SmolLM3 marks them, whose headers the assistant does not write."""
+    header = "<|im_start|>assistant\n"
+    template = TEMPLATES["chatml"].replace(header + BEGIN, BEGIN + header).replace(
+        END + NL, NL + END)
+    assert template.count(BEGIN + header) == template.count(NL + END) == 1
+    for chat in CHATS.values():
+        of_words, of_both = [render(chat, encoder(marked)).turns
+                             for marked in (TEMPLATES["chatml"], template)]
+        assert of_words == of_both and of_words
+
+
+ASKS_FOR_THOUGHTS = CHATML_PROMPT.replace("assistant\n", "assistant\n<think>\n")
+WITHOUT = "asks for an answer with '<|im_start|>assistant\\n<think>\\n', and does not write so"
+
+
+@pytest.mark.parametrize("template, kind, doubts_of_it", [
+    ("calls as JSON", "words and calls", []),
+    ("chatml", "words and calls", ["leaves out the tools", "leaves out calls"]),
+    ("chatml", "thoughts and calls", ["leaves out the tools", "leaves out calls"]),
+    ("chatml", "thoughts", ["leaves out the tools", "leaves out thoughts"]),
+    ("earlier thoughts dropped, an empty pair added", "thoughts", ["leaves out the tools"]),
+    ("calls as JSON", [asks(), says("<think>a</think>b")], []),
+    (each(SPLIT + "{{ said }}", CHATML, ""), [asks(), says("<think>a</think>b")],
+     ["leaves out the tools", "leaves out thoughts"]),
+    (each("", CHATML, ""), "plain", ["leaves out the tools", "leaves out what assistant says"]),
+    ("a prompt that opens a thought", "plain", ["leaves out the tools"]),
+    (each(CHATML, CHATML, ASKS_FOR_THOUGHTS), "plain", ["leaves out the tools", WITHOUT]),
+])
+def test_what_a_template_leaves_out_of_a_chat_is_found(encoder, template, kind, doubts_of_it):
+    reader = encoder(TEMPLATES.get(template, template))
+    chat = CHATS[kind] if isinstance(kind, str) else kind
+    found = doubts(chat, reader, [{"name": "weather"}])
+    assert len(found) == len(doubts_of_it)
+    assert all(map(str.startswith, found, doubts_of_it)), found
 
 
 NAMES = {  # of calls and of their results: the calls that these are paired with

@@ -15,7 +15,7 @@ from isogloss.align_dp import align_dp
 from isogloss.data.ends import turn_ends
 from isogloss.data.long_texts import MOST_CHARACTERS, fits
 from isogloss.data.sample import EncodedText, bytes_of_tokens
-from isogloss.data.turns import SkippedChat, Template, common_spans, stretches
+from isogloss.data.turns import SkippedChat, Template, common_spans, stretches, thought_of
 
 BLANK = "\ue000\ue002"  # for a content, of Unicode's private use area, so it is in no chat
 GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")  # where a template marks the assistant's
@@ -120,16 +120,32 @@ def render(messages, encoder, tools=None):
         marked = stretches(messages, text, template.try_write, encoder.header, ends)
         marked = {number: tuple(int(byte_of[place]) for place in stretch)
                   for number, stretch in marked.items()}
-    turns = {}
-    for number, (begin, low, high) in marked.items():
-        place = np.searchsorted(stop_begin, low)
-        if place < len(stops) and stop_begin[place] < high:
-            turns[number] = Turn(begin, int(stop_begin[place]), int(stops[place]))
-        elif place < len(stops) and stop_begin[place] == high:  # the next header, as GLM's
-            turns[number] = Turn(begin, high, int(stops[place]))
-        else:  # a line end behind it is none of its words
-            turns[number] = Turn(begin, begin + len(data[begin:high].rstrip()), None)
-    return Rendering(ids, located, data, turns)
+    rendering = Rendering(ids, located, data, {})
+    is_control = encoder.table.special[ids] & (located.begin >= 0)
+    control_begin = located.begin[is_control]
+    for number, stretch in marked.items():
+        turn = _turn(stretch, data, stops, stop_begin, control_begin)
+        message = messages[number]
+        is_left_out = turn.begin == turn.end and not message["content"]
+        if is_left_out and (message.get("tool_calls") or thought_of(message)):
+            continue  # else it would teach to say nothing
+        rendering.turns[number] = turn
+    return rendering
+
+
+def _turn(stretch, data, stops, stop_begin, control_begin):
+    """Return the Turn of a `turns.Stretch`, in bytes.
+
+    Args:
+        stops: tokens that end turns; stop_begin: their bytes; control_begin: of control tokens.
+    """
+    begin, low, high = stretch
+    place = np.searchsorted(stop_begin, low)
+    if place < len(stops) and stop_begin[place] <= high:
+        return Turn(begin, int(stop_begin[place]), int(stops[place]))
+    # the next control token is of another turn, and a line end in front of it none of its words
+    high = min([high, *control_begin[control_begin >= low][:1].tolist()])
+    return Turn(begin, begin + len(data[begin:high].rstrip()), None)
 
 
 class Frame(NamedTuple):
@@ -184,7 +200,8 @@ def _framed_turns(messages, encoder, data, stop_begin):
 
 def _holds_content_alone(message):
     held = {key for key, value in message.items() if value not in (None, "", [])}
-    return held - {"weight", "loss"} == {"role", "content"} and isinstance(message["content"], str)
+    return (held - {"weight", "loss", "train"} == {"role", "content"}
+            and isinstance(message["content"], str))
 
 
 def _frame(roles, encoder):
@@ -252,7 +269,7 @@ def _marked_turns(messages, encoder, template, ids, located, data):
 
 def is_learned(message):
     """Tell whether a message is one of the assistant's that its row does not exclude."""
-    excluded = message.get("weight") == 0 or message.get("loss") is False
+    excluded = message.get("weight") == 0 or False in (message.get("loss"), message.get("train"))
     return message["role"] == "assistant" and not excluded
 
 

@@ -17,12 +17,13 @@ from isogloss.data.turns import REASONING, thought_of
 OTHER_NAMES = {
     "human": "user", "gpt": "assistant", "chatgpt": "assistant", "bing": "assistant",
     "bard": "assistant", "model": "assistant", "bot": "assistant", "ai": "assistant",
+    "function": "tool",
 }
 # What ShareGPT's "from" says -> the role of chat templates.
 ROLES = OTHER_NAMES | {
     "user": "user", "assistant": "assistant",
     "function_call": "assistant", "system": "system", "tool": "tool", "observation": "tool",
-    "function_response": "tool", "function": "tool",
+    "function_response": "tool",
 }
 TEXT_PARTS = "text", "input_text", "output_text"  # of chats, of the responses of an API
 
@@ -108,7 +109,7 @@ def _problem_of_message(message):
     problem = _problem_of_calls(message)
     if problem:
         return problem
-    if content is None and not message.get("tool_calls") and not thought_of(message):
+    if content is None and not _calls_of(message) and not thought_of(message):
         return "has no content"
     return None
 
@@ -134,17 +135,23 @@ def _problem_of_content(content):
 
 
 def _problem_of_calls(message):
-    calls = message.get("tool_calls") or []
+    calls = _calls_of(message)
     if not isinstance(calls, list) or not all(isinstance(call, dict) for call in calls):
         return f"has tool_calls that are {calls!r:.40}, expected a list of objects"
     for call in calls:
         function = call.get("function", call)
-        if not isinstance(function, dict) or not isinstance(function.get("name", ""), str):
+        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
             return f"has a tool call that is {call!r:.40}, expected a function with a name"
     for key in REASONING:
         if not isinstance(message.get(key) or "", str):
             return f"has a {key} that is {message[key]!r:.40}, expected text"
     return None
+
+
+def _calls_of(message):
+    """Return the calls of a message, or the one by which OpenAI's chats had it before."""
+    call = message.get("function_call")
+    return message.get("tool_calls") or ([call] if call else [])
 
 
 def problem_of_tools(tools):
@@ -184,8 +191,10 @@ def _as_message(message, is_filled):
     for key, value in message.items():
         if value is not None and key not in ("role", "content", "from", "value"):
             kept[key] = without_nulls(value) if is_filled else value
-    if kept.get("tool_calls"):
-        kept["tool_calls"] = list(map(_as_call, kept["tool_calls"]))
+    calls = _calls_of(kept)
+    if calls:
+        kept.pop("function_call", None)
+        kept["tool_calls"] = list(map(_as_call, calls))
     return kept
 
 
@@ -219,38 +228,45 @@ def _known_name(role):
 
 
 def _read_sharegpt(message):
-    """Replace the name of a role by that of templates; a call that is written as text is read."""
-    name = message["role"]
-    message["role"] = ROLES[name.lower()]
+    """Replace the name of a role by that of templates; calls that are written as text are read."""
+    name = message["role"].lower()
+    message["role"] = ROLES[name]
     if name == "function_call":
-        call = _json_object(message["content"])
-        if call and isinstance(call.get("name"), str):
+        calls = _json_of(message["content"])
+        calls = calls if isinstance(calls, list) else [calls]
+        if calls and all(isinstance(call, dict) and isinstance(call.get("name"), str)
+                         for call in calls):
             message["content"] = ""
-            message["tool_calls"] = [{"type": "function", "function": call}]
+            message["tool_calls"] = calls
+
+
+def _in_wrapper(function):
+    """Return a tool or a call as templates expect it: {"type": "function", "function": it}."""
+    is_bare = "name" in function and "function" not in function
+    return {"type": "function", "function": function} if is_bare else function
 
 
 def _as_call(call):
     """Return a tool call as templates expect it: in its wrapper, its arguments an object.
 
-    Arguments that are text would be written as JSON once more.
+    Arguments that are text would be written as JSON once more, and none would be written as such.
     """
-    if "function" not in call:
-        call = {"type": "function", "function": call}
-    arguments = _json_object(call["function"].get("arguments"))
-    if arguments is None:
+    call = _in_wrapper(call)
+    arguments = call["function"].get("arguments")
+    value = _json_of(arguments) if arguments else {}
+    if not isinstance(value, dict):
         return call
-    return call | {"function": call["function"] | {"arguments": arguments}}
+    return call | {"function": call["function"] | {"arguments": value}}
 
 
-def _json_object(text):
-    """Return the object that a text holds as JSON, or None."""
-    if not isinstance(text, str):
-        return None
+def _json_of(value):
+    """Return what a text holds as JSON, or None; another value as it is."""
+    if not isinstance(value, str):
+        return value
     try:
-        value = json.loads(text)
+        return json.loads(value)
     except ValueError:
         return None
-    return value if isinstance(value, dict) else None
 
 
 def as_tools(tools, is_filled=False):
@@ -259,7 +275,7 @@ def as_tools(tools, is_filled=False):
         tools = json.loads(tools) if tools.strip() else None
     if not tools:
         return None
-    return without_nulls(tools) if is_filled else tools
+    return list(map(_in_wrapper, without_nulls(tools) if is_filled else tools))
 
 
 def without_nulls(value):

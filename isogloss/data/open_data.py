@@ -9,6 +9,7 @@ import glob
 import itertools
 import os
 import re
+import warnings
 from dataclasses import dataclass
 from urllib.parse import urlsplit
 
@@ -21,6 +22,8 @@ from isogloss.errors import DataError
 
 STRINGS = ("string", "large_string")
 ROWS_TO_TRY = 8  # rows that have to tell what a column holds where its type does not
+# columns that data sets of chats have, and that chat templates would be told of
+FOR_MODELS = "system", "system_prompt", "functions", "chat_template_kwargs"
 # What the names of builders of the hub begin with -> our reader.
 READERS_OF_HUB = {"Json": "json", "Csv": "csv"}
 
@@ -72,11 +75,20 @@ def load_dataset(source, text_key, split="train", streaming=False, *, plain_keys
     if text_key not in columns:
         raise DataError(f"--data {source}: no column {text_key!r}; it has {', '.join(columns)}; "
                         "name one of them with --text_key")
+    _warn_of_unread(request, columns)
     _check_type(source, dataset, text_key)
     if not streaming:
         with checks.explained(source):
             checks.check_column(source, dataset, text_key)
     return dataset
+
+
+def _warn_of_unread(request, columns):
+    """Warn of columns that are not read, and which are there for models to read."""
+    read = {request.text_key, *request.json_keys, *request.plain_keys, *request.optional_keys}
+    for name in sorted(set(FOR_MODELS) & set(columns) - read):
+        warnings.warn(f"--data {request.source}: no model reads its column {name!r}; write what it "
+                      "says into the messages or texts, or name it by a flag", stacklevel=2)
 
 
 def column_names(dataset):
@@ -219,6 +231,7 @@ def _features_of(request, kind, files, is_local):
         first = _columns_of(kind, files)
     if not first:
         raise DataError(f"--data {request.source}: {checks.EMPTY_DATA}")
+    _warn_of_unread(request, first)
     for name in needed:
         if name not in first:
             raise DataError(_lacks(request, request.source, name, first))

@@ -33,7 +33,7 @@ from isogloss.data.open_data import STRINGS, column_names, first_rows
 from isogloss.data.rollouts import OldRollout, Prompter, SkippedPrompt
 from isogloss.data.sample import encode_text
 from isogloss.data.stream import StreamedExamples, take_sample
-from isogloss.data.turns import SkippedChat, Template
+from isogloss.data.turns import SkippedChat, Template, doubts
 from isogloss.data.workers import worker_of
 from isogloss.errors import DataError
 
@@ -45,7 +45,10 @@ ROWS_TO_LEARN = 1000  # of which something has to be learned
 
 
 def check_templates(dataset, reader, encoders):
-    """Raise a ValueError where a chat template refuses every one of the first chats."""
+    """Raise a ValueError where a chat template refuses every one of the first chats.
+
+    Warnings say what it leaves out of them.
+    """
     examples = []
     rows = first_rows(dataset, CHATS_TO_TRY, reader.text_key, reader.source)
     for number, row in enumerate(rows):
@@ -61,6 +64,12 @@ def check_templates(dataset, reader, encoders):
         if examples and len(errors) == len(examples):
             raise ValueError(f"{errors[0]}; it refuses the other {len(examples) - 1} of the first "
                              "chats too; repair the chats or the template")
+        found = Counter()
+        for example in examples:
+            found.update(doubts(example.content, encoder, example.tools))
+        for doubt, count in found.items():
+            warnings.warn(f"the chat template of {encoder.tokenizer.name_or_path} {doubt} "
+                          f"({count} of the first {len(examples)} chats)", stacklevel=2)
 
 
 def check_learned(dataset, reader, student, train_on):

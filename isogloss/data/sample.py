@@ -56,7 +56,7 @@ class TextEncoder:
         tokenizer: a fast Hugging Face tokenizer.
         max_length: positions per sample, at most.
         template_kwargs: what its chat template is told beside a chat.
-        generation: of the student, what its generation_config.json says; see `ends`.
+        generation: what its generation_config.json says; see `ends`.
         frames: {roles: `chat.Frame` of the chat template}, as they are found.
     """
 

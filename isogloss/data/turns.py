@@ -18,6 +18,7 @@ from typing import NamedTuple
 
 REASONING = "reasoning_content", "reasoning", "thinking"  # keys of what a message thought
 DATE = "strftime_now"  # what templates ask for the date
+THOUGHT_END = "</think>"  # of a thought in a content
 ESCAPED = "&#34;"  # a quotation mark
 MARK = "\ue000\ue001"  # of Unicode's private use area, so it is in no chat
 QUESTION = [{"role": "user", "content": "a"}]
@@ -274,13 +275,7 @@ def _with_marks(messages, number, write):
     One with marks for all that the message holds, where the template writes it; else one for each.
     """
     message = messages[number]
-    variants = [{"content": MARK}]
-    if thought_of(message):
-        variants.append({key: MARK for key in REASONING if message.get(key)})
-    if message.get("tool_calls"):  # not the name, which may stand in front of the result, too
-        calls = [call | {"function": call["function"] | {"arguments": {"a": MARK}}}
-                 for call in message["tool_calls"]]
-        variants.append({"tool_calls": calls})
+    variants = [{"content": MARK}, *_marked(message).values()]
     whole = dict(item for variant in variants for item in variant.items())
     for variant in (whole, *variants):
         other = write([*messages[:number], message | variant, *messages[number + 1 :]], False)
@@ -288,6 +283,18 @@ def _with_marks(messages, number, write):
             yield other
             if variant is whole:
                 return
+
+
+def _marked(message):
+    """Return {what of a message: its keys with a mark in that place} of the thoughts and calls."""
+    marked = {}
+    if thought_of(message):
+        marked["thoughts"] = {key: MARK for key in REASONING if message.get(key)}
+    if message.get("tool_calls"):  # not the name, which may stand in front of the result, too
+        marked["calls"] = {"tool_calls": [
+            call | {"function": call["function"] | {"arguments": {"a": MARK}}}
+            for call in message["tool_calls"]]}
+    return marked
 
 
 def _begin(text, other, header, before):
@@ -315,6 +322,42 @@ def _begin(text, other, header, before):
                 best = max(best, (same, here + cut))
             here = other.rfind(header[:cut], 0, here)
     return min(best[1], shared)
+
+
+def doubts(messages, encoder, tools=None):
+    """List what a template makes of a chat that can hardly be meant, to follow the template's name.
+
+    Args: see `Template`.
+    """
+    write = Template(encoder, tools).try_write
+    text = write(messages, False)
+    if text is None:
+        return []
+    found = []
+    if tools and text == Template(encoder).try_write(messages, False):
+        found.append("leaves out the tools")
+    parts = {}  # of each kind the last one, in {what it is: (number, keys with a mark)}
+    for number, message in enumerate(messages):
+        marked = _marked(message)
+        content = message["content"]
+        if content.strip():
+            beside = " beside tool calls" if "calls" in marked else ""
+            marked[f"what {message['role']} says{beside}"] = {"content": MARK}
+        if THOUGHT_END in content and message["role"] == "assistant":
+            end = content.index(THOUGHT_END)
+            marked["thoughts"] = {"content": MARK + content[end:]}
+        if message["role"] == "user":  # templates leave out the thoughts before a question
+            parts.pop("thoughts", None)
+        parts |= {what: (number, keys) for what, keys in marked.items()}
+    for what, (number, keys) in parts.items():
+        other = write([*messages[:number], messages[number] | keys, *messages[number + 1 :]], False)
+        if other and MARK not in other:
+            found.append(f"leaves out {what}")
+    prompt = write(messages[:-1], True) if messages[-1]["role"] == "assistant" else None
+    if prompt and not text.startswith(prompt):
+        found.append(f"asks for an answer with {encoder.header.text!r}, and does not write so the "
+                     "last answer; --template_kwargs may tell it whether answers have thoughts")
+    return found
 
 
 def _common_begin(a, b):
