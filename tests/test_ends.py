@@ -48,9 +48,10 @@ def test_the_template_says_what_ends_a_turn(tokenizer):
     im_end, end = tokenizer.convert_tokens_to_ids(["<|im_end|>", "<|end|>"])
     tokenizer.chat_template = CHATML
     assert stop_ids(encoder_of(tokenizer)) == sorted([eos, im_end])
-    # Command R closes an answer before it ends the turn
-    tokenizer.chat_template = CHATML.replace("<|im_end|>", "<|message|><|im_end|>")
-    assert stop_ids(encoder_of(tokenizer)) == sorted([eos, im_end])
+    # Command R closes an answer before it ends the turn, Phi 3 ends the whole chat too
+    for ending in ("<|message|><|im_end|>\n", "<|im_end|>\n<|end|>"):
+        tokenizer.chat_template = CHATML.replace("<|im_end|>\n", ending)
+        assert stop_ids(encoder_of(tokenizer)) == sorted([eos, im_end])
     tokenizer.chat_template = CHATML.replace("<|im_end|>", "")
     assert stop_ids(encoder_of(tokenizer)) == [eos]
     tokenizer.chat_template = "{{ raise_exception('no') }}"

@@ -121,6 +121,17 @@ TEMPLATES = {
         + JSON_CALL + "{% endfor %}<|end|>" + END + "{% endif %}",
         "<|start|>{{ m.role }}<|message|>{{ m.content }}<|end|>",
         "{% if add_generation_prompt %}<|start|>assistant<|message|>{% endif %}"),
+    "an end of text behind the chat": each(
+        "<|assistant|>\n" + BEGIN + "{{ m.content }}<|end|>" + END + NL,
+        "<|system|>\n{{ m.content }}<|end|>\n",
+        "{% if add_generation_prompt %}<|assistant|>\n{% else %}{{ eos_token }}{% endif %}"),
+    "no header behind a result": each(
+        "{% if not ns.is_result %}<|assistant|>{% endif %}{% set ns.is_result = false %}" + BEGIN
+        + "{% if m.thinking and loop.index0 > ns.last %}({{ m.thinking }}){% endif %}"
+        "{{ m.content }}" + CALLS + JSON_CALL + "{% endfor %}{{ eos_token }}" + END,
+        "{% set ns.is_result = m.role == 'tool' %}<|start|>{{ m.content }}<|message|>",
+        "{% if add_generation_prompt and not ns.is_result %}<|assistant|>{% endif %}",
+        LAST_QUESTION),
     "escaped": each("<|im_start|>assistant\n" + BEGIN + "{{ m.content | tojson }}<|im_end|>" + END
                     + NL, CHATML, CHATML_PROMPT),
 }
