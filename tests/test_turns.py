@@ -262,6 +262,7 @@ WITHOUT = "asks for an answer with '<|im_start|>assistant\\n<think>\\n', and doe
     ("calls as JSON", [asks(), says("<think>a</think>b")], []),
     (each(SPLIT + "{{ said }}", CHATML, ""), [asks(), says("<think>a</think>b")],
      ["leaves out the tools", "leaves out thoughts"]),
+    ("chatml", [], []),
     (each("", CHATML, ""), "plain", ["leaves out the tools", "leaves out what assistant says"]),
     ("a prompt that opens a thought", "plain", ["leaves out the tools"]),
     (each(CHATML, CHATML, ASKS_FOR_THOUGHTS), "plain", ["leaves out the tools", WITHOUT]),

@@ -331,7 +331,7 @@ def doubts(messages, encoder, tools=None):
     """
     write = Template(encoder, tools).try_write
     text = write(messages, False)
-    if text is None:
+    if not text:
         return []
     found = []
     if tools and text == Template(encoder).try_write(messages, False):
