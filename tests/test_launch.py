@@ -7,6 +7,7 @@ import signal
 import socket
 import subprocess
 import sys
+import warnings
 from datetime import timedelta
 from functools import partial
 from importlib import import_module
@@ -188,6 +189,19 @@ def test_who_is_no_rank_of_the_job_cannot_end_it():
     (strange, ending), (_, other) = ranks.run(2, beside_a_stranger)
     assert strange == [None] * 7
     assert ending == ("this is\nso", True, 2) and other == ("this is\nso", False, 2)
+
+
+def test_all_ranks_look_at_the_first_rows_and_one_warns(monkeypatch):
+    from isogloss.job.launch import warn_on_one_rank
+
+    for rank in "01":
+        monkeypatch.setenv("RANK", rank)
+        with warnings.catch_warnings(record=True) as found:
+            warnings.simplefilter("always")
+            warn_on_one_rank()
+            for module in ("isogloss.inputs", "isogloss.data.open_data"):
+                warnings.warn_explicit("a", UserWarning, "x.py", 1, module=module)
+        assert len(found) == (2 if rank == "0" else 0)
 
 
 def test_a_line_holds_nothing_that_a_terminal_obeys(capsys):

@@ -180,5 +180,12 @@ def silence_libraries():
     warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")
     # what its compiler decides within a kernel
     warnings.filterwarnings("ignore", module="torch._inductor")
+    warn_on_one_rank()
     # The tokenizers library warns when a process that used its threads forks, as for data workers.
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
+
+
+def warn_on_one_rank():
+    """Let the first rank alone warn of the first rows, which all ranks look at."""
+    if os.environ.get("RANK", "0") != "0":
+        warnings.filterwarnings("ignore", module=r"isogloss\.(inputs|data\.open_data)$")
