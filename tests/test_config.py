@@ -203,6 +203,7 @@ SOURCES = json.dumps([{"data": "a", "eval_rows": 3, "weight_key": "w", "route_ke
     {"teachers": [{"model": "A", "loss": "alm"}, {"model": "B", "loss": "alm"}],
      "teacher_weights": "mean_p"},
     {"eval_samples": 2, "eval_rows": 3, "rollout_tokens": 9},
+    {"teacher": "http://a:1", "teacher_tokenizer": "t", "teacher_output_topk": 5},
     {"on_policy": 0.5, "rollout_command": "x", "max_ratio": 2.0},
     {"teacher": "self", "dynamic_scale": True, "teacher_prompt_key": "hint"},
 ])
