@@ -22,6 +22,7 @@ from isogloss.flags.parse import (
     refusing,
 )
 from isogloss.flags.plugins import load_plugins
+from isogloss.flags.together import check_idle, check_together, is_set, shown
 from isogloss.flags.yaml_file import parse_json
 
 LOWEST_TEMPERATURE = 1e-3  # below it logits / temperature leave float32
@@ -580,6 +581,18 @@ class Config(ModelFlags, DataFlags, LossFlags, OnPolicyFlags,
         self._check_presence()
         self._check_teachers()
 
+    def check_run(self):
+        """Raise a ValueError for flags of a command line that would do nothing in this run.
+
+        With --kd_weight 0, as of a run to compare with, all that is for teachers may stay.
+        """
+        check_idle(self)
+        if not self.teachers and any(source.cfg.route_key for source in sources_of(self)):
+            raise ValueError(f"{shown(self, 'route_key')}: chooses among teachers; list them with "
+                             "--teachers")
+        if self.kd_weight:
+            check_teacher_flags(self)
+
     @property
     def ranks_per_reader(self):
         return self.sequence_parallel * self.pipeline_parallel
@@ -629,10 +642,12 @@ class Config(ModelFlags, DataFlags, LossFlags, OnPolicyFlags,
             raise ValueError(f"--learn_projection: only --loss projection_kl trains one, this is "
                              f"{self.loss} with --kd_weight {self.kd_weight}; leave it out or "
                              "change the loss")
-        if self.token_weights == "column" and not self.weight_key:
+        keys = [source.cfg.weight_key for source in sources_of(self)]
+        if self.token_weights == "column" and not any(keys):
             raise ValueError("--token_weights column: of which column? name it with --weight_key")
         of_entropy = self.token_weights in ("sure", "unsure")
-        if of_entropy and loss_table()[self.loss].columns:
+        # with --teachers each entry is checked
+        if of_entropy and not self.teachers and loss_table()[self.loss].columns:
             raise ValueError(f"--token_weights {self.token_weights} with --loss {self.loss}: which "
                              "reads some columns of the teacher, and an entropy is of all; use "
                              "another loss")
@@ -664,6 +679,10 @@ class Config(ModelFlags, DataFlags, LossFlags, OnPolicyFlags,
         if self.writer == "vllm":
             return shlex.join([sys.executable, "-m", "isogloss.vllm_writer"])
         return self.rollout_command
+
+    @property
+    def averages_teachers(self):
+        return self.teacher_weights.startswith("mean_")
 
     @property
     def teacher_kind(self):
@@ -733,70 +752,6 @@ class Config(ModelFlags, DataFlags, LossFlags, OnPolicyFlags,
         for name in needed:
             if not getattr(self, name):
                 raise ValueError(f"--{name} is missing: give a hub id or a local path")
-
-
-# (flag, those of which it needs one, why and what to do)
-NEEDS = [
-    ("eval_samples", ["eval_rows", "eval_data", "eval_split"],
-     "they continue held-out rows, and there are none; add --eval_rows"),
-    ("completion_key", ["prompt_key"],
-     "what follows a prompt; name the column of prompts with --prompt_key"),
-    ("prompt_key", ["on_policy", "completion_key"],
-     "names prompts of what the student writes, or of completions; add --on_policy or "
-     "--completion_key"),
-    ("activation_offload", ["activation_checkpointing"],
-     "moves what --activation_checkpointing keeps; add --activation_checkpointing"),
-    ("weight_key", ["token_weights", "teachers"], "is for --token_weights column; add it"),
-    ("route_key", ["teachers"], "chooses among teachers; list them with --teachers"),
-    ("merge", ["export"], "says what --export writes; add --export"),
-    *[(name, ["eval_tasks"], "is for --eval_tasks, which names none; add it")
-      for name in ("eval_task_every", "eval_task_data")],
-    *[(name, ["lora_r"], "is for the adapter of --lora_r, which is 0; add it, or leave this out")
-      for name in ("lora_alpha", "lora_targets", "merge", "quantize")],
-]
-# (flag, one that does not go with it, why and what to do)
-EXCLUDES = [
-    ("completion_key", "text_key", ": both name what is learned; drop one"),
-    ("epochs", "streaming", ": the end of a stream is not known; give --steps"),
-    ("join_rows", "on_policy",
-     ", which writes from the beginning of one row; leave out one of them"),
-    ("join_rows", "prompt_key", ", whose rows are one prompt each; leave out one of them"),
-    ("join_rows", "route_key", ", which chooses teachers for one row; leave out one of them"),
-    ("join_rows", "weight_key", ", which weighs one row; leave out one of them"),
-    ("weight_key", "on_policy", ", whose texts are not in the data; leave out one of them"),
-    ("join_rows", "teacher_cache", ", which holds what is said of one row; leave out one of them"),
-    ("lora_r", "from_scratch", ", whose frozen weights would be random; leave out one of them"),
-    ("lora_r", "pipeline_parallel",
-     ", which cuts a model without adapters; use ZeRO-3, or leave out one of them"),
-    *[("quantize", name, ", which reads whole weights; leave out one of them")
-      for name in ("writer", "rollout_command")],
-    ("freeze_router", "router_weight", ", which trains it; leave out one of them"),
-    *[(name, "pipeline_parallel", ", whose stages know their own layers alone; leave out one of "
-       "them") for name in ("freeze_router", "router_weight")],
-    ("writer", "rollout_command", ": both say what writes; leave out one of them"),
-    ("pipeline_parallel", "sequence_parallel", ": these do not go together; leave out one of them"),
-    *[(name, "pipeline_parallel", ", whose stages share no weights; use ZeRO-3, or let the student "
-       "itself write") for name in ("writer", "rollout_command")],
-]
-
-
-def check_together(cfg):
-    """Raise a ValueError for flags that `NEEDS` or `EXCLUDES` does not let stand as they are."""
-    def is_set(name):
-        return getattr(cfg, name) != getattr(Config, name)
-
-    def shown(name):
-        value = getattr(cfg, name)
-        if value is True:
-            return f"--{name}"
-        return f"--{name} {value:g}" if isinstance(value, float) else f"--{name} {value}"
-
-    for name, others, reason in NEEDS:
-        if is_set(name) and not any(map(is_set, others)):
-            raise ValueError(f"{shown(name)}: {reason}")
-    for name, other, reason in EXCLUDES:
-        if is_set(name) and is_set(other):
-            raise ValueError(f"{shown(name)} with {shown(other)}{reason}")
 
 
 # What `apply_chat_template` is told by the code itself.
@@ -901,3 +856,41 @@ def _check_teacher(cfg, entry, name):
     if routes is not None and not (isinstance(routes, list) and cfg.has_routes):
         raise ValueError(f"--teachers: routes {routes!r} of {name}: expected a list of values of a "
                          "column that --route_key names, or of the routes of a mixture")
+
+
+def check_teacher_flags(cfg):
+    """Raise a ValueError for a flag or a key of --teachers that no teacher and no loss reads."""
+    from isogloss.objective.loss_table import flags_of_teacher  # late, like the table
+
+    others = "model", "loss", "tokenizer", "cache", "max_length", "ema", "compile", "token_weights"
+    checked = {"weight_key"}
+    checked |= {flag for flag, key in flags_that(Config, "key").items() if key not in others}
+    keys = teacher_keys()
+    configs = configs_by_teacher(cfg)
+    entries = teacher_entries(cfg) if cfg.teachers else [{}]
+    first = next(iter(configs.values()))
+    read = set()
+    for (name, teacher_cfg), entry in zip(configs.items(), entries):
+        flags = flags_of_teacher(teacher_cfg)
+        read |= flags
+        for key in filter(keys.get, entry):
+            value = getattr(teacher_cfg, keys[key])
+            if keys[key] in checked - flags:
+                raise ValueError(f"--teachers: {key} {value} of {name}: nothing reads it there, "
+                                 f"where the loss is {teacher_cfg.loss}; leave it out")
+            of_loss = {"loss", "token_weights", *loss_table()[first.loss].flags}
+            if cfg.averages_teachers and key in of_loss and value != getattr(first, key):
+                raise ValueError(f"--teachers: {key} {value} of {name}: --teacher_weights "
+                                 f"{cfg.teacher_weights} has one loss, the first teacher's; leave "
+                                 "it out")
+    losses = ", ".join(dict.fromkeys(teacher_cfg.loss for teacher_cfg in configs.values()))
+    for name in sorted(checked - read):
+        if is_set(cfg, name):
+            raise ValueError(f"{shown(cfg, name)}: no teacher of this run reads it, nor does its "
+                             f"loss, {losses}; leave it out")
+    reads_more = cfg.from_scratch or any(
+        source.cfg.teacher_prompt_key for source in sources_of(cfg))
+    if cfg.dynamic_scale and not reads_more and cfg.student in [
+            teacher_cfg.teacher for teacher_cfg in configs.values()]:
+        raise ValueError("--dynamic_scale: a teacher that begins as the student has a loss of 0, "
+                         "by which nothing can be divided; leave it out")

@@ -550,7 +550,7 @@ def plan_teachers(cfg, student, encoders, device):
     configs = {}
     for (name, teacher_cfg), factor in zip(configs_by_teacher(cfg).items(), factors):
         configs[name] = replace(teacher_cfg, kd_weight=teacher_cfg.kd_weight / factor)
-    if cfg.teacher_weights.startswith("mean_") and len(configs) > 1:
+    if cfg.averages_teachers and len(configs) > 1:
         return [plan_ensemble(cfg, student, encoders, configs, device)]
     setups = []
     for name, teacher_cfg in configs.items():

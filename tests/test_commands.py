@@ -64,6 +64,8 @@ FIRST_STEPS = 4  # for 2,000 of the first command, which saves four times
 # {what stands in a command: what stands there here}
 REPLACED = {
     "--data ...": "--data corpus.jsonl",
+    "... --writer": "... --on_policy 0.5 --rollout_tokens 8 --writer",
+    "... --rollout_command": "... --on_policy 0.5 --rollout_tokens 8 --rollout_command",
     "distill.py ...": "distill.py --student S --teacher T --data corpus.jsonl --learning_rate 1e-4",
     "pipeline.json ...": "pipeline.json --student S --teacher T --data corpus.jsonl "
                          "--learning_rate 1e-4",
@@ -144,8 +146,11 @@ def words_of(command, address="http://host:8000"):
 def short_flags(words, steps):
     """Return further words of a job that make it short."""
     more = [f"--steps={steps}", "--max_length=120", "--num_workers=0"]
+    recipe = ""
+    if "--config" in words:
+        recipe = (ROOT / words[words.index("--config") + 1]).read_text()
     for name, value in SHORTER.items():
-        if f"--{name}" in words or "--config" in words:
+        if f"--{name}" in words or f"\n{name}:" in recipe:
             more.append(f"--{name}={value}")
     if "--config" not in words and "--output_dir" not in words:
         more.append("--output_dir=runs/one")

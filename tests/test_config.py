@@ -1,6 +1,7 @@
 """config.py: values are checked, teachers are read, and the tables of losses and sources decide."""
 
 import json
+import re
 from dataclasses import fields
 from types import SimpleNamespace
 
@@ -16,7 +17,7 @@ from isogloss.config import (
     routes_by_teacher,
     teacher_keys,
 )
-from isogloss.flags.parse import choices_of, help_text
+from isogloss.flags.parse import choices_of, help_text, parse_flags
 from isogloss.objective.loss_table import LOSSES, LossSpec, build_loss
 from isogloss.projection_tools.build import cached_projection
 from isogloss.teachers.model import ENGINES
@@ -140,6 +141,90 @@ def test_wrong_values_are_refused(flags, message):
     with pytest.raises(ValueError, match=message):
         Config(**GOOD | flags)
     Config(student="s", data="d", kd_weight=0)  # no teacher is needed
+
+
+IDLE = [  # flags that would do nothing, words of the line
+    ({"loss": "alm", "loss_topk": 5}, "--loss_topk 5: no teacher of this run reads it, nor does"),
+    ({"loss_topk_of": "student"}, "--loss_topk_of student: no teacher of this run reads it"),
+    ({"jsd_beta": 0.3}, "--jsd_beta 0.3: no teacher of this run reads it"),
+    ({"projection": "x"}, "--projection x: no teacher of this run reads it"),
+    ({"token_weights": "sure", "token_half_life": 9.5}, "--token_half_life 9.5: no teacher of"),
+    ({"token_weights": "early", "weight_key": "w"}, "--weight_key w: no teacher of this run"),
+    ({"teacher_output_topk": 5}, "--teacher_output_topk 5: no teacher of this run reads it"),
+    ({"teacher_cache": "c", "teacher_output": "topk"}, "--teacher_output topk: no teacher of"),
+    ({"teacher_cache": "c", "teacher_tp": 2}, "--teacher_tp 2: no teacher of this run reads it"),
+    ({"rollout_every": 2}, "--rollout_every 2: is for what the student writes; add --on_policy"),
+    ({"rollout_tokens": 9}, "--rollout_tokens 9: is for what the student writes"),
+    ({"on_policy": 0.5, "ratio": "mask"}, "each step has its own; add --rollout_every"),
+    ({"eval_task_limit": 5}, "--eval_task_limit 5: is for --eval_tasks, which names none"),
+    ({"eval_every": 5}, "--eval_every 5: is for held-out rows, and there are none"),
+    ({"eval_samples": 5}, "--eval_samples 5: is for held-out rows, and there are none"),
+    ({"projection_learning_rate": 1.0}, "is for --learn_projection; add it"),
+    ({"teacher_weights": "ce"}, "--teacher_weights ce: is for several teachers"),
+    ({"normalize_by_vocab": True}, "--normalize_by_vocab: is for several teachers"),
+    ({"teacher_alpha": 2.0}, "ce, entropy or max_prob, this is fixed; leave it out"),
+    ({"route_key": "x"}, "--route_key x: chooses among teachers; list them with --teachers"),
+    ({"teacher": "self", "dynamic_scale": True}, "a teacher that begins as the student has a loss"),
+]
+SEVERAL_IDLE = [  # --teachers, --teacher_weights, words of the line
+    ([{"model": "A", "loss": "alm", "jsd_beta": 0.3}], "fixed", "jsd_beta 0.3 of A: nothing reads"),
+    ([{"cache": "A", "tp": 2}, {"model": "B"}], "fixed", "tp 2 of A: nothing reads it there"),
+    ([{"model": "A"}, {"model": "B", "loss": "alm"}], "mean_p", "loss alm of B: --teacher_weights"),
+    ([{"model": "A"}, {"model": "B", "temperature": 2.0}], "mean_logits", "has one loss, the"),
+]
+
+
+@pytest.mark.parametrize(("flags", "message"), IDLE)
+def test_a_flag_that_would_do_nothing_is_refused(flags, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        Config(**GOOD | flags).check_run()
+
+
+@pytest.mark.parametrize(("entries", "weights", "message"), SEVERAL_IDLE)
+def test_a_key_that_no_teacher_reads_is_refused(entries, weights, message):
+    with pytest.raises(ValueError, match=message):
+        several(*entries, teacher_weights=weights).check_run()
+
+
+SOURCES = json.dumps([{"data": "a", "eval_rows": 3, "weight_key": "w", "route_key": "r"},
+                      {"data": "b"}])
+
+
+@pytest.mark.parametrize("flags", [
+    {"kd_weight": 0.0, "jsd_beta": 0.3, "teacher_output_topk": 5},  # a run to compare with
+    {"loss": "alm", "teachers": [{"model": "A"}, {"model": "B", "loss": "generalized_jsd"}],
+     "jsd_beta": 0.3, "teacher_weights": "ce", "teacher_alpha": 2.0},
+    {"teachers": [{"model": "A"}, {"cache": "B"}], "teacher_tp": 2, "teacher_output": "topk"},
+    {"teachers": [{"model": "A", "loss_topk": 5}, {"model": "B"}], "loss_topk_of": "student"},
+    {"teachers": [{"model": "A", "token_weights": "column"}, {"model": "B"}], "weight_key": "w"},
+    {"teachers": [{"model": "A", "loss": "alm"}], "token_weights": "sure", "loss": "projection_kl"},
+    {"teachers": [{"model": "A", "routes": ["x"]}, {"model": "B"}], "data": SOURCES,
+     "token_weights": "column", "eval_samples": 2, "eval_every": 5},
+    {"teachers": [{"model": "A", "loss": "alm"}, {"model": "B", "loss": "alm"}],
+     "teacher_weights": "mean_p"},
+    {"eval_samples": 2, "eval_rows": 3, "rollout_tokens": 9},
+    {"teacher": "http://a:1", "teacher_tokenizer": "t", "teacher_output_topk": 5},
+    {"on_policy": 0.5, "rollout_command": "x", "max_ratio": 2.0},
+    {"teacher": "self", "dynamic_scale": True, "teacher_prompt_key": "hint"},
+])
+def test_flags_that_something_reads_are_taken(flags):
+    """By one teacher of several, or by one source of several, too."""
+    if "teachers" in flags:
+        flags = {"teacher": ""} | flags | {"teachers": json.dumps(flags["teachers"])}
+    Config(**GOOD | flags).check_run()
+
+
+def test_a_command_line_is_checked_as_a_whole(tmp_path):
+    words = [f"--{name}={value}" for name, value in GOOD.items()]
+    with pytest.raises(ValueError, match=r"^--jsd_beta 0.3: no teacher of this run reads it"):
+        parse_flags(Config, [*words, "--jsd_beta=0.3"])
+    path = tmp_path / "f.yaml"
+    path.write_text("rollout_every: 3\neval_every: 9")
+    # what the file says goes with what the command line switches off
+    words_off = [*words, f"--config={path}", "--on_policy=0", "--eval_rows=0"]
+    assert parse_flags(Config, words_off, file_flag="config").rollout_every == 3
+    with pytest.raises(ValueError, match=r"add --on_policy \(--rollout_every is from"):
+        parse_flags(Config, [*words, f"--config={path}"], file_flag="config")
 
 
 # --- one loss in a run ----------------------------------------------------------------------------

@@ -154,7 +154,7 @@ def check_same_text_metrics(whole, top_k):
 def test_top_k_outputs_say_of_the_text_what_whole_ones_do(models, untied, texts, tmp_path):
     """Evaluations and samples' weights; teachers sharded, on ranks of their own, and averaged."""
     base = [f"--student={models[0]}", f"--data={write_corpus(tmp_path, texts, 12)}", "--steps=1",
-            "--eval_rows=4", "--max_length=80", "--pack", "--teacher_output_topk=16",
+            "--eval_rows=4", "--max_length=80", "--pack",
             f"--ds_config={ds_config(tmp_path / 'ds.json', 2, 3, 1)}"]
 
     def argv(name, weights, output, *flags, **layout):
@@ -162,6 +162,7 @@ def test_top_k_outputs_say_of_the_text_what_whole_ones_do(models, untied, texts,
         if weights.startswith("mean"):  # of one tokenizer
             first |= {"model": str(models[0]), "weight": 2.0}
         teachers = json.dumps([first, {"model": str(untied), "name": "b"}])
+        flags = [*flags, *["--teacher_output_topk=16"] * (output == "topk")]
         return [*base, f"--teachers={teachers}", f"--teacher_weights={weights}", *flags,
                 f"--teacher_output={output}", f"--output_dir={tmp_path / name}"]
 

@@ -193,6 +193,7 @@ def test_a_home_directory_is_expanded_wherever_distill_reads_a_path(monkeypatch,
     for teacher in groups:
         given = {flag: "~/x" for flag in path_flags(Config) if flag not in of_teacher}
         given |= {"config": "~/f.yaml", "eval_tasks": "mmlu", **teacher}
+        given["loss"] = "projection_kl"
         del given["eval_data"]  # of the file
         cfg = parse_flags(Config, words_for(Config, **given), file_flag="config")
         for flag in path_flags(Config):

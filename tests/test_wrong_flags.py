@@ -98,7 +98,7 @@ FLAGS = {
     "--route_key=domain": "chooses among teachers; list them with",
     "--attention=flash_attention_2": "--attention flash_attention_2: needs a CUDA device",
     # paths
-    "--projection=/no/such.pt": "--projection /no/such.pt: no such file; make it with",
+    "--loss=gold --projection=/no/such.pt": "--projection /no/such.pt: no such file; make it with",
     # what the student writes
     "--on_policy=1 --kd_weight=0": "--on_policy 1.0 with --kd_weight 0",
     "--on_policy=1 --rollout_top_p=0": "--rollout_top_p 0.0: expected more",

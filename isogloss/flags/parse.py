@@ -277,13 +277,15 @@ def parse_flags(kind, argv, positional=(), aliases=None, file_flag=""):
         of_file = _assignments_of_file(kind, given[file_flag], file_flag, aliases)
     try:
         config = _instance(kind, of_file | given)
+        config.given = frozenset(of_file | given)
+        if hasattr(config, "check_run"):
+            config.check_run()
     except ValueError as error:
         # the flag that a message begins with may be none that its reader wrote
         name = re.match(r"--(\w*)", str(error))
         if name and name[1] in of_file.keys() - given.keys():
             raise ValueError(f"{error} ({name[0]} is from {given[file_flag]})") from None
         raise
-    config.given = frozenset(of_file | given)
     return config
 
 

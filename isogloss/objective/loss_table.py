@@ -13,11 +13,12 @@ from isogloss import losses
 from isogloss.flags.model_names import is_address
 from isogloss.models.compiler import loss_compiler, plain
 from isogloss.nodes import Tables, with_rest
-from isogloss.objective.token_weights import OF_ENTROPY, weighed_by_entropy
+from isogloss.objective.token_weights import FLAGS, OF_ENTROPY, weighed_by_entropy
 from isogloss.projection_tools.build import cached_projection
 from isogloss.projection_tools.cells import cached_translation
 from isogloss.projection_tools.files import as_tables, load_projection
 from isogloss.projection_tools.tokenizers import Pair
+from isogloss.teachers.protocol import FLAGS_OF_MODELS
 from isogloss.tile_plan import GPU_SUB_TILES
 from isogloss.translation import CellColumns, cell_coverage, root_values, translated
 
@@ -387,6 +388,21 @@ LOSSES: dict[str, LossSpec] = {
     "adaptive_kl": divergence_loss(losses.adaptive_kl, 7.8, alpha="akl_alpha"),
     "total_variation": divergence_loss(losses.total_variation, 6.3),
 }
+
+
+def flags_of_teacher(cfg):
+    """Return the flags that the only teacher of a run and its loss read, of those of teachers."""
+    kind = cfg.teacher_kind
+    flags = {*LOSSES[cfg.loss].flags, *FLAGS.get(cfg.token_weights, ())}
+    if not cfg.loss_topk:
+        flags.discard("loss_topk_of")
+    if kind.has_weights:
+        flags.update(FLAGS_OF_MODELS)
+    if not cfg.teacher_cache:
+        flags.add("teacher_output")
+    if "topk" in (kind.only_output, cfg.teacher_output):
+        flags.add("teacher_output_topk")
+    return flags
 
 
 def build_loss(cfg, student, teacher, device, has_rest=False):

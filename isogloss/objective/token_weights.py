@@ -21,6 +21,9 @@ from isogloss.losses import at_least_float32
 from isogloss.teachers.protocol import BLOCK
 
 OF_ENTROPY = "sure", "unsure"
+# {--token_weights: the flags that it reads}
+FLAGS = {"early": ["token_half_life"], "column": ["weight_key"],
+         "sure": ["token_entropy"], "unsure": ["token_entropy"]}
 
 
 def weighed_by_entropy(loss, kind, half_entropy):

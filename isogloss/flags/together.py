@@ -1,0 +1,112 @@
+"""Say which flags go together: one needs another, or does not go with it.
+
+Tests: tests/test_config.py.
+"""
+
+from isogloss.flags.parse import groups_of
+
+# (flag, those of which it needs one, why and what to do)
+NEEDS = [
+    ("completion_key", ["prompt_key"],
+     "what follows a prompt; name the column of prompts with --prompt_key"),
+    ("prompt_key", ["on_policy", "completion_key"],
+     "names prompts of what the student writes, or of completions; add --on_policy or "
+     "--completion_key"),
+    ("activation_offload", ["activation_checkpointing"],
+     "moves what --activation_checkpointing keeps; add --activation_checkpointing"),
+    ("merge", ["export"], "says what --export writes; add --export"),
+    *[(name, ["lora_r"], "is for the adapter of --lora_r, which is 0; add it, or leave this out")
+      for name in ("lora_alpha", "lora_targets", "merge", "quantize")],
+]
+# (flag, one that does not go with it, why and what to do)
+EXCLUDES = [
+    ("completion_key", "text_key", ": both name what is learned; drop one"),
+    ("epochs", "streaming", ": the end of a stream is not known; give --steps"),
+    ("join_rows", "on_policy",
+     ", which writes from the beginning of one row; leave out one of them"),
+    ("join_rows", "prompt_key", ", whose rows are one prompt each; leave out one of them"),
+    ("join_rows", "route_key", ", which chooses teachers for one row; leave out one of them"),
+    ("join_rows", "weight_key", ", which weighs one row; leave out one of them"),
+    ("weight_key", "on_policy", ", whose texts are not in the data; leave out one of them"),
+    ("join_rows", "teacher_cache", ", which holds what is said of one row; leave out one of them"),
+    ("lora_r", "from_scratch", ", whose frozen weights would be random; leave out one of them"),
+    ("lora_r", "pipeline_parallel",
+     ", which cuts a model without adapters; use ZeRO-3, or leave out one of them"),
+    *[("quantize", name, ", which reads whole weights; leave out one of them")
+      for name in ("writer", "rollout_command")],
+    ("freeze_router", "router_weight", ", which trains it; leave out one of them"),
+    *[(name, "pipeline_parallel", ", whose stages know their own layers alone; leave out one of "
+       "them") for name in ("freeze_router", "router_weight")],
+    ("writer", "rollout_command", ": both say what writes; leave out one of them"),
+    ("pipeline_parallel", "sequence_parallel", ": these do not go together; leave out one of them"),
+    *[(name, "pipeline_parallel", ", whose stages share no weights; use ZeRO-3, or let the student "
+       "itself write") for name in ("writer", "rollout_command")],
+]
+
+# Flags of the group on-policy that others read, too, and what those are.
+SHARED = {
+    "prompt_tokens": ["on_policy", "eval_samples"],
+    "rollout_tokens": ["on_policy", "eval_samples"],
+    "rollout_batch": ["on_policy", "eval_samples"],
+    "rollout_replica": ["on_policy", "eval_samples", "eval_tasks"],
+}
+
+
+def check_together(cfg):
+    """Raise a ValueError for flags that `NEEDS` or `EXCLUDES` does not let stand as they are."""
+    _check_needs(cfg, NEEDS)
+    for name, other, reason in EXCLUDES:
+        if is_set(cfg, name) and is_set(cfg, other):
+            raise ValueError(f"{shown(cfg, name)} with {shown(cfg, other)}{reason}")
+
+
+def check_idle(cfg):
+    """Raise a ValueError for a flag of a command line without which the run would be the same.
+
+    What depends on the losses and the teachers is in `Config.check_run`.
+    """
+    groups = groups_of(type(cfg))
+    idle = [
+        ("projection_learning_rate", ["learn_projection"], "is for --learn_projection; add it"),
+        *[(name, ["teachers"], "is for several teachers; list them with --teachers")
+          for name in ("teacher_weights", "normalize_by_vocab")],
+        *[(name, ["rollout_every", "writer", "rollout_command"],
+           "weighs rollouts of earlier steps, and each step has its own; add --rollout_every")
+          for name in ("ratio", "max_ratio")],
+    ]
+    for name in groups["on-policy"]:
+        if name not in ("on_policy", "prompt_key"):
+            idle.append((name, SHARED.get(name, ["on_policy"]),
+                         "is for what the student writes; add --on_policy"))
+    for name in groups["evaluation tasks"]:
+        idle.append((name, ["eval_tasks"], "is for --eval_tasks, which names none; add it"))
+    _check_needs(cfg, idle)
+    confident = "ce", "entropy", "max_prob"
+    if is_set(cfg, "teacher_alpha") and cfg.teacher_weights not in confident:
+        raise ValueError(f"{shown(cfg, 'teacher_alpha')}: is for --teacher_weights ce, entropy or "
+                         f"max_prob, this is {cfg.teacher_weights}; leave it out")
+    for name in ("eval_samples", "eval_every"):
+        if is_set(cfg, name) and not (cfg.holds_out or "eval_rows" in cfg.given):
+            raise ValueError(f"{shown(cfg, name)}: is for held-out rows, and there are none; add "
+                             "--eval_rows")
+
+
+def _check_needs(cfg, needs):
+    for name, others, reason in needs:
+        # one that is written with its default switches off what the others are for
+        has_any = any(is_set(cfg, other) or other in cfg.given for other in others)
+        if is_set(cfg, name) and not has_any:
+            raise ValueError(f"{shown(cfg, name)}: {reason}")
+
+
+def is_set(cfg, name):
+    """Tell whether a flag has another value than most."""
+    return getattr(cfg, name) != getattr(type(cfg), name)
+
+
+def shown(cfg, name):
+    """Return a flag as on a command line."""
+    value = getattr(cfg, name)
+    if value is True:
+        return f"--{name}"
+    return f"--{name} {value:g}" if isinstance(value, float) else f"--{name} {value}"
