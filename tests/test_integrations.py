@@ -107,7 +107,7 @@ def test_two_ranks_average_over_the_terms_of_both(chat_models, texts, tmp_path):
     for logged in ranks.run(2, train_on_a_rank, *chat_models, rows, tmp_path):
         for line in logged:
             assert [line[key] for key in ("loss", "ce", "kd", "grad_norm")] == pytest.approx(
-                [float(loss), ce, kd, norm], rel=1e-4)
+                [loss.item(), ce, kd, norm], rel=1e-4)
 
 
 def test_autocast_and_an_adapter_of_the_teacher_change_nothing(chat_models):

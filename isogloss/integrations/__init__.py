@@ -17,11 +17,9 @@ Tests: tests/test_integrations.py.
 import warnings
 from dataclasses import replace
 from itertools import islice
-from unittest import mock
 
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainingArguments
-from transformers.integrations import deepspeed
 
 from isogloss.align import TokenTable
 from isogloss.config import Config, loss_flags, template_kwargs
@@ -75,7 +73,7 @@ class Distillation:
                              "give it, or the name of the teacher")
         teacher_tokenizer = teacher_tokenizer or AutoTokenizer.from_pretrained(teacher)
         if isinstance(teacher, str):
-            teacher = load_whole(teacher)
+            teacher = AutoModelForCausalLM.from_pretrained(teacher, dtype="auto")
         if hasattr(teacher, "get_base_model"):  # of peft: the adapter's layers are in there
             teacher = teacher.get_base_model()
         self.model = teacher.eval().requires_grad_(False)
@@ -171,12 +169,6 @@ def config_of(flags):
             raise ValueError(f"{name}={flags[name]!r}: no such flag here; they are "
                              f"{', '.join(sorted(known))}")
     return Config(student="student", teacher="teacher", data="rows", **flags)
-
-
-def load_whole(name):
-    """Return a model that is whole on each rank, also where ZeRO-3 partitions what is loaded."""
-    with mock.patch.object(deepspeed, "_hf_deepspeed_config_weak_ref", None):
-        return AutoModelForCausalLM.from_pretrained(name, dtype="auto")
 
 
 def reader_of(row, cfg):
