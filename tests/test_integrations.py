@@ -6,11 +6,12 @@ import types
 from pathlib import Path
 
 import pytest
+import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, Trainer, TrainingArguments
 
 import ranks
 from conftest import ROOT
-from isogloss.integrations import Distillation, distilled
+from isogloss.integrations import Distillation, count_terms, distilled
 from jobs import ds_config, losses_of, run_distill
 
 # {what rows hold: (row of a text, flags of distill.py)}
@@ -78,24 +79,52 @@ def test_a_trainer_has_the_loss_of_the_job(chat_models, expected, tmp_path, name
 
 
 def train_on_a_rank(student, teacher, rows, folder):
-    """Train as on one of two ranks, and return what is logged."""
+    """Return what is logged on one of two ranks, with rows in memory and from a stream."""
     from datasets import Dataset
 
-    trainer_class, settings = trainer_of("Trainer", folder, gradient_accumulation_steps=2)
-    trainer = distilled(trainer_class, teacher, kd_weight=0.7, max_length=60)(
-        AutoModelForCausalLM.from_pretrained(student), args=settings,
-        train_dataset=Dataset.from_list(rows),
-        processing_class=AutoTokenizer.from_pretrained(student))
-    trainer.train()
-    return trainer.state.log_history[0]
+    logged = []
+    for data in (Dataset.from_list(rows), Dataset.from_list(rows).to_iterable_dataset()):
+        trainer_class, settings = trainer_of("Trainer", folder, gradient_accumulation_steps=2)
+        trainer = distilled(trainer_class, teacher, kd_weight=0.7, max_length=60)(
+            AutoModelForCausalLM.from_pretrained(student), args=settings, train_dataset=data,
+            processing_class=AutoTokenizer.from_pretrained(student))
+        trainer.train()
+        logged.append(trainer.state.log_history[0])
+    return logged
 
 
-@pytest.mark.slow
-def test_two_ranks_average_over_the_terms_of_both(chat_models, expected, tmp_path):
-    rows, metrics = expected["messages"]
-    first, second = ranks.run(2, train_on_a_rank, *chat_models, rows, tmp_path)
-    for logged in (first, second):
-        assert logged["grad_norm"] == pytest.approx(metrics["grad_norm"], rel=1e-4)
+def test_two_ranks_average_over_the_terms_of_both(chat_models, texts, tmp_path):
+    """Like one batch of all rows in one process."""
+    rows = [{"text": text[: 20 + 12 * number]} for number, text in enumerate(texts[:ROWS])]
+    model = AutoModelForCausalLM.from_pretrained(chat_models[0])
+    distillation = Distillation(
+        AutoTokenizer.from_pretrained(chat_models[0]), chat_models[1], kd_weight=0.7, max_length=60)
+    batch = distillation.collate(rows)
+    loss, sums = distillation.loss(model(**distillation.inputs(batch)).logits, batch)
+    loss.backward()
+    ce, kd = [float(total) / count for total, count in zip(sums, count_terms(batch))]
+    norm = float(torch.cat([weight.grad.flatten() for weight in model.parameters()]).norm())
+    for logged in ranks.run(2, train_on_a_rank, *chat_models, rows, tmp_path):
+        for line in logged:
+            assert [line[key] for key in ("loss", "ce", "kd", "grad_norm")] == pytest.approx(
+                [loss.item(), ce, kd, norm], rel=1e-4)
+
+
+def test_autocast_and_an_adapter_of_the_teacher_change_nothing(chat_models):
+    """In Lightning and Accelerate the loss stands inside of autocast; a new adapter adds 0."""
+    peft = pytest.importorskip("peft")
+    tokenizers = list(map(AutoTokenizer.from_pretrained, chat_models))
+    teacher = AutoModelForCausalLM.from_pretrained(chat_models[1])
+    values = []
+    for its_teacher in (teacher, peft.get_peft_model(teacher, peft.LoraConfig())):
+        distillation = Distillation(tokenizers[0], its_teacher, tokenizers[1], loss="uld")
+        batch = distillation.collate([{"text": "In 2010 the boat"}, {"text": ""}])
+        shape = *batch["batch"].student.ids.shape, len(tokenizers[0])
+        logits = torch.randn(shape, generator=torch.Generator().manual_seed(0))
+        for enabled in (False, True):
+            with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
+                values.append(float(distillation.loss(logits, batch)[0]))
+    assert values == [values[0]] * 4
 
 
 def blocks():
@@ -131,8 +160,38 @@ def test_wrong_arguments_are_refused(chat_models):
     distillation = Distillation(tokenizer, chat_models[1])
     with pytest.raises(ValueError, match="a row has the columns a, b; expected text, messages"):
         distillation.collate([{"a": 1, "b": 2}])
-    with pytest.raises(ValueError, match="packing=True"):
-        distilled(SFT, chat_models[1])("m", args=types.SimpleNamespace(packing=True))
+    with pytest.raises(ValueError, match="a row is a str; expected a dict"):
+        distillation.collate(["a text"])
+    batch = distillation.collate([{"text": "In 2010 the boat"}])
+    ids = distillation.inputs(batch)["input_ids"]
+    for shape in [(1, ids.shape[1] - 1, 400), (1, ids.shape[1], 300)]:
+        with pytest.raises(ValueError, match=re.escape(f"logits of {shape}: expected (1, ")):
+            distillation.loss(torch.zeros(shape), batch)
+    narrow = AutoModelForCausalLM.from_pretrained(chat_models[1])
+    narrow.resize_token_embeddings(300)
+    with pytest.raises(ValueError, match=r"its token .* has the id 300, beyond 300"):
+        Distillation(tokenizer, narrow, AutoTokenizer.from_pretrained(chat_models[1]))
+    made = distilled(SFT, chat_models[1])
+    for name, value in [("packing", True), ("label_smoothing_factor", 0.1), ("loss_type", "dft"),
+                        ("completion_only_loss", False)]:
+        with pytest.raises(ValueError, match=f"{name}={value}|{name}='{value}'"):
+            made("m", args=types.SimpleNamespace(**{name: value}))
+    for name in ("compute_metrics", "compute_loss_func", "formatting_func"):
+        with pytest.raises(ValueError, match=f"{name}=<built-in function len>: "):
+            made("m", args=types.SimpleNamespace(), **{name: len})
+
+
+def test_a_trainer_says_what_is_missing_or_teaches_nothing(chat_models, tmp_path):
+    student = AutoModelForCausalLM.from_pretrained(chat_models[0])
+    rows = [{"messages": [{"role": "user", "content": "nobody answers"}]}] * ROWS
+    made = distilled(Trainer, chat_models[1])
+    settings = trainer_of("Trainer", tmp_path)[1]
+    with pytest.raises(ValueError, match="processing_class: is missing; give the student's"):
+        made(student, args=settings, train_dataset=rows)
+    trainer = made(student, args=settings, train_dataset=rows,
+                   processing_class=AutoTokenizer.from_pretrained(chat_models[0]))
+    with pytest.warns(UserWarning, match="a step has 0 tokens to learn and 0 terms"):
+        trainer.train()
 
 
 class SFT:

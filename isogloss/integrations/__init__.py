@@ -14,6 +14,7 @@ of: rows to batches, logits to a loss.  See docs/trainers.md.
 Tests: tests/test_integrations.py.
 """
 
+import warnings
 from dataclasses import replace
 from itertools import islice
 
@@ -40,6 +41,16 @@ FLAGS = {"loss", "kd_weight", "ce_weight", "max_length", "teacher_max_length", "
 COLUMNS = {("messages",): {"text_key": "messages"},
            ("prompt", "completion"): {"prompt_key": "prompt", "completion_key": "completion"},
            ("text",): {"text_key": "text"}}
+# {setting or argument of a trainer that has no part here: why, or what to do instead}
+REFUSED = {"packing": "each row is one text for both models",
+           "padding_free": "rows are padded here",
+           "label_smoothing_factor": "the cross-entropy is that of the text",
+           "loss_type": "the cross-entropy is that of the text",
+           "compute_loss_func": "the loss is that of `loss` and its weights",
+           "formatting_func": "each model has its own template; map the data set before",
+           "compute_metrics": "an evaluation has its loss alone; use `Distillation` in a loop",
+           "preprocess_logits_for_metrics": "an evaluation has its loss alone"}
+ASKS_NOTHING = (None, False, 0, "nll")  # values of these that are no wish
 
 
 class Distillation:
@@ -51,7 +62,8 @@ class Distillation:
         teacher_tokenizer: None: the one of a teacher that is named.
         flags: those of distill.py that describe the loss and the texts, see `FLAGS`.
     Raises:
-        ValueError: a flag that does not exist or is wrong, a teacher without a tokenizer.
+        ValueError: a flag that does not exist or is wrong, a teacher without a tokenizer, or with
+            one that writes ids beyond its head.
     """
 
     def __init__(self, student_tokenizer, teacher, teacher_tokenizer=None, **flags):
@@ -62,6 +74,8 @@ class Distillation:
         teacher_tokenizer = teacher_tokenizer or AutoTokenizer.from_pretrained(teacher)
         if isinstance(teacher, str):
             teacher = AutoModelForCausalLM.from_pretrained(teacher, dtype="auto")
+        if hasattr(teacher, "get_base_model"):  # of peft: the adapter's layers are in there
+            teacher = teacher.get_base_model()
         self.model = teacher.eval().requires_grad_(False)
         context = getattr(teacher.config.get_text_config(), "max_position_embeddings", 0)
         lengths = self.cfg.max_length, self.cfg.teacher_max_length or context or 2**31
@@ -69,6 +83,9 @@ class Distillation:
         for tokenizer, length in zip((student_tokenizer, teacher_tokenizer), lengths):
             encoders.append(TextEncoder(tokenizer, TokenTable.from_tokenizer(tokenizer), length,
                                         template_kwargs(self.cfg)))
+        rows = teacher.config.get_text_config().vocab_size
+        if rows < len(encoders[1].table):  # control tokens may be left out
+            encoders[1] = replace(encoders[1], table=encoders[1].table.below(rows))
         self.student, teachers = with_common_ids(encoders[0], {"teacher": encoders[1]})
         self.encoder = teachers["teacher"]
         self.device = None
@@ -113,7 +130,7 @@ class Distillation:
     def loss(self, logits, batch, terms=None, scale=1.0):
         """Return the loss () of a batch with its graph, and the sums of what it consists of.
 
-        The teacher runs where the logits are.
+        The teacher runs where the logits are, both as without autocast.
 
         Args:
             logits: (B, S, V or more), of the student for `inputs(batch)`.
@@ -122,8 +139,18 @@ class Distillation:
             scale: factor of the loss.
         Returns:
             (loss, [cross-entropy, distillation loss]), the sums over this batch in nats.
+        Raises:
+            ValueError: logits of another batch, or of fewer ids than the tokenizer has.
         """
-        num_ce, num_kd = terms or count_terms(batch)
+        shape = *batch["batch"].student.ids.shape, len(self.student.table)
+        if logits.shape[:-1] != shape[:-1] or logits.shape[-1] < shape[-1]:
+            raise ValueError(f"logits of {tuple(logits.shape)}: expected {shape} or more columns: "
+                             "what a student with this tokenizer returns for inputs(batch)")
+        with torch.autocast(logits.device.type, enabled=False):
+            return self._loss(logits, batch, terms or count_terms(batch), scale)
+
+    def _loss(self, logits, batch, terms, scale):
+        num_ce, num_kd = terms
         self.to(logits.device)
         moved = to_device(batch["batch"], self.device)
         [target] = teacher_targets(self.setup, moved.teachers)
@@ -146,6 +173,9 @@ def config_of(flags):
 
 def reader_of(row, cfg):
     """Return the `order.ExampleReader` of rows like this one."""
+    if not isinstance(row, dict):
+        raise ValueError(f"a row is a {type(row).__name__}; expected a dict that holds text, "
+                         "messages, or prompt and completion")
     for names, keys in COLUMNS.items():
         if all(row.get(name) is not None for name in names):
             key = keys.get("completion_key") or keys["text_key"]
@@ -170,9 +200,15 @@ def _settings_of(arguments, options):
         (one for one in arguments if isinstance(one, TrainingArguments)), None)
     if settings is None:
         raise ValueError("args: expected TrainingArguments, or TRL's SFTConfig")
-    if getattr(settings, "packing", False):
-        raise ValueError("packing=True: each row is one text for both models; leave it out")
+    for name, why in REFUSED.items():
+        value = options.get(name, getattr(settings, name, None))
+        if value not in ASKS_NOTHING:
+            raise ValueError(f"{name}={value!r}: {why}; leave it out")
+    if getattr(settings, "completion_only_loss", None) is False:
+        raise ValueError("completion_only_loss=False: a prompt is read only; join it with its "
+                         "completion to one text, and leave this out")
     settings.remove_unused_columns = False
+    settings.accelerator_config.dispatch_batches = False  # a stream's batches are no plain tensors
     if hasattr(settings, "dataset_kwargs"):
         settings.dataset_kwargs = {"skip_prepare_dataset": True}
     return settings
@@ -197,8 +233,10 @@ def distilled(trainer_class, teacher, teacher_tokenizer=None, **flags):
                 its_flags.setdefault("max_length", settings.max_length)
             options["data_collator"] = lambda rows: rows  # that of a caller knows token ids alone
             super().__init__(*arguments, **options)
-            self.distillation = Distillation(
-                self.processing_class, teacher, teacher_tokenizer, **its_flags)
+            if self.processing_class is None:
+                raise ValueError("processing_class: is missing; give the student's tokenizer")
+            tokenizer = getattr(self.processing_class, "tokenizer", self.processing_class)
+            self.distillation = Distillation(tokenizer, teacher, teacher_tokenizer, **its_flags)
             self.data_collator = self.distillation.collate
             self.loss_is_scaled_for_ga = True  # by the terms of all micro-batches
             self.terms = None
@@ -213,6 +251,9 @@ def distilled(trainer_class, teacher, teacher_tokenizer=None, **flags):
             if self.args.world_size > 1:
                 terms = torch.tensor([self.terms], dtype=torch.float64, device=device)
                 self.terms = self.accelerator.gather(terms).sum(0).tolist()
+            if batch_samples and not min(self.terms):
+                warnings.warn("a step has {:.0f} tokens to learn and {:.0f} terms of the "
+                              "distillation loss".format(*self.terms), stacklevel=2)
             return batch_samples, torch.tensor(self.terms[0], device=device)
 
         def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
@@ -232,10 +273,10 @@ def distilled(trainer_class, teacher, teacher_tokenizer=None, **flags):
                 return self.compute_loss(model, inputs).detach(), None, None
 
         def log(self, logs, *arguments, **options):
-            num_ce, num_kd = self.seen_terms
-            if num_ce and "loss" in logs:
-                ce, kd = self.seen.tolist()
-                logs |= {"ce": ce / num_ce, "kd": kd / max(num_kd, 1)}
+            if "loss" in logs:  # on all ranks
+                seen = torch.cat([self.seen, self.seen.new_tensor(self.seen_terms)])
+                ce, kd, num_ce, num_kd = self.accelerator.gather(seen[None]).sum(0).tolist()
+                logs |= {"ce": ce / max(num_ce, 1), "kd": kd / max(num_kd, 1)}
                 self.seen.zero_()
                 self.seen_terms = [0, 0]
             super().log(logs, *arguments, **options)

@@ -125,9 +125,8 @@ def verl_loss(distillation, model_output=None, data=None, dp_group=None, student
     batch = distillation.collate(data.get("rows").tolist())
     logits_TV = student_logits[0]
     logits = unpacked(logits_TV, data["input_ids"].unbind(), batch, len(distillation.student.table))
-    with torch.autocast(logits.device.type, enabled=False):
-        terms = (data["batch_num_tokens"],) * 2
-        loss, _ = distillation.loss(logits, batch, terms, data["dp_size"])
+    terms = (data["batch_num_tokens"],) * 2
+    loss, _ = distillation.loss(logits, batch, terms, data["dp_size"])
     # verl wants a number for each position: the first one is never padding
     return {"distilled": F.pad(loss[None], (0, len(logits_TV) - 1))[None]}
 
