@@ -89,7 +89,7 @@ class Distillation:
         self.student, teachers = with_common_ids(encoders[0], {"teacher": encoders[1]})
         self.encoder = teachers["teacher"]
         self.device = None
-        self.to("cpu")
+        self.to(teacher.device)
         pair = PairOptions(self.encoder, self.setup.loss.spelling,
                            token_weights=self.cfg.token_weights,
                            half_life=self.cfg.token_half_life)
