@@ -124,7 +124,7 @@ def test_what_a_gpu_trains_goes_on_where_its_minutes_ended(square, tmp_path, cap
     captured = capsys.readouterr()
     assert "3 runs" in captured.err and "student" not in captured.out
     assert sorted(path.name for path in (tmp_path / "large").glob("teacher-*")) == [
-        "teacher-bytes.pt", "teacher-digits.pt"]
+        "teacher-bytes-3.pt", "teacher-digits-3.pt"]
     square.main(square.Args(**flags))
     assert "student digits, teacher bytes" in capsys.readouterr().out
     assert not list((tmp_path / "large").glob("hidden-*"))
