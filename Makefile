@@ -21,9 +21,22 @@ test: .venv/installed-dev
 test-fast: .venv/installed-dev
 	$(PYTEST) -m "not slow" tests
 
-# what only a GPU shows; ends in one line where there is none
-test-gpu: .venv/installed
-	.venv/bin/python -m benchmarks.gpu
+# what nobody has measured on a GPU yet, within MINUTES; ends in one line where there is no GPU.  A
+# bare machine brings .gpu_pack in the place of .venv
+MINUTES ?= 9
+OUT ?= gpu_day
+ON_GPU = $(if $(wildcard .gpu_pack),$(PYTHON),.venv/bin/python) -m benchmarks.gpu_day --out $(OUT)
+gpu-day: $(if $(wildcard .gpu_pack),,.venv/installed)
+	$(ON_GPU) --minutes $(MINUTES)
+
+# what has to hold on a GPU
+test-gpu: $(if $(wildcard .gpu_pack),,.venv/installed)
+	$(ON_GPU) --minutes 30 --studies check,same --again check,same
+
+# wheels and tokenizers for a bare machine with a GPU
+TOKENIZERS ?= ../shared/assets/tokenizers
+gpu-pack: .venv/installed-dev
+	.venv/bin/python -m benchmarks.gpu_pack --tokenizers $(TOKENIZERS)
 
 # vLLM as what writes with a student's weights, on a CPU, in an environment of its own (4 GB)
 test-vllm: .venv/installed-dev .venv-vllm/installed
@@ -70,4 +83,4 @@ docs: .venv/installed-docs
 clean:
 	rm -rf .venv .venv-vllm site .cache runs .pytest_cache .ruff_cache .mypy_cache .hypothesis
 
-.PHONY: demo docs test test-fast test-gpu test-vllm lint clean
+.PHONY: demo docs gpu-day gpu-pack test test-fast test-gpu test-vllm lint clean

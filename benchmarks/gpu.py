@@ -1,29 +1,21 @@
-"""Check and measure what only a GPU shows: one line of JSON per check, all of them in a file.
+"""Checks of what only a GPU shows: shared memory, compiled formulas, waits of the host, times.
 
-    python -m benchmarks.gpu                       # make test-gpu
-    python -m benchmarks.gpu --checks compiled,loss_table --out gpu.json
+gpu_day.py runs each in a process of its own, so that one that fails, or hangs, hides no other.  A
+check returns (whether it passed, {name: figure}).  What needs two devices, or a package that is not
+there, is skipped.
 
-Every check runs in a process of its own, so that one that fails, or hangs, hides no other.  A line
-has `check`, `result` (pass, fail or skip), `reason`, `seconds` and the figures of the check.  What
-needs two devices, or a package that is not there, is skipped.  Nothing is downloaded: the models
-are random, the texts are the interpreter's own documentation.  Without a GPU the command says so in
-one line and ends with status 1.
-
-The checks of this file need torch alone, `compiled` triton too; `loss_table` and
-`no_synchronization` what benchmarks/loss.py imports, those of gpu_job.py what distill.py does.
+The checks of this file need torch alone, `compiled` triton too; `no_synchronization` and the table
+of losses what benchmarks/loss.py imports.
 """
 
-import argparse
 import contextlib
 import itertools
 import json
 import multiprocessing
 import os
 import signal
-import subprocess
 import sys
 import time
-import traceback
 import warnings
 from pathlib import Path
 
@@ -38,10 +30,9 @@ from isogloss.models.compiler import loss_compiler, missing_compiler
 MIB = 2**20
 SIZES = 4, MIB, 3 * MIB, 3 * MIB + 4  # bytes that processes share; the last is no power of two
 LEAST_SECONDS = 10  # in which the memory of a killed process has to be free again
-TIMEOUT = 1800  # seconds of a check
+START_METHOD = "spawn"  # of processes
 TABLE_LOSSES = "forward_kl", "piece_kl", "gold", "projection_kl", "alm"
 KEPT_COLUMNS = 8192  # of projection_kl, as --projection_topk
-TABLE_POSITIONS = 8192
 TABLE_PATHS = ("tiled", 4096), ("compiled", 4096), ("compiled", 512)  # MiB of a loss
 DEVICE = "cuda"
 DIVERGENCES = ("forward_kl", "reverse_kl", "generalized_jsd", "skew_forward_kl",
@@ -71,11 +62,11 @@ def pattern(nbytes, seed, device):
     return torch.randint(256, (nbytes,), generator=generator).to(torch.uint8).to(device)
 
 
-def spawn(function, *arguments):
-    """Start a process; return (process, pipe to it)."""
-    context = multiprocessing.get_context("spawn")
+def spawn(function, *arguments, daemon=True):
+    """Start a process, which may have its own where it is no daemon; return (it, pipe to it)."""
+    context = multiprocessing.get_context(START_METHOD)
     here, there = context.Pipe()
-    process = context.Process(target=function, args=(there, *arguments), daemon=True)
+    process = context.Process(target=function, args=(there, *arguments), daemon=daemon)
     process.start()
     there.close()
     return process, here
@@ -292,31 +283,46 @@ class TableRun:
         loss.backward()
 
 
+def synchronize():
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
+def peak_gib(reset=False):
+    """Return the most GiB that torch has had on a GPU, or has now, from when on the peak counts."""
+    if not torch.cuda.is_available():
+        return 0.0
+    if reset:
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+    return torch.cuda.max_memory_allocated() / 2**30
+
+
 def timed(run, times=3):
     """Return the median seconds of some runs after one that warms up; 0 runs: those of that one."""
     seconds = []
     for _ in range(1 + times):
-        torch.cuda.synchronize()
+        synchronize()
         begin = time.perf_counter()
         run()
-        torch.cuda.synchronize()
+        synchronize()
         seconds.append(time.perf_counter() - begin)
     return sorted(seconds[1:] or seconds)[times // 2]
 
 
-def table_line(name):
-    """Return {path and MiB: figures} of one loss."""
-    from benchmarks.loss import Sizes
+def table_line(name, sizes):
+    """Return {path and MiB: figures} of one loss.
 
+    Args:
+        sizes: `benchmarks.loss.Sizes`, whose MiB are those of each path.
+    """
     lines = {}
     for path, memory_mib in TABLE_PATHS:
-        sizes = Sizes(TABLE_POSITIONS, 128_256, 151_646, 2048, 2560, KEPT_COLUMNS, memory_mib)
-        run = TableRun(name, sizes, path)
+        run = TableRun(name, sizes._replace(memory_mib=memory_mib), path)
         first_seconds = timed(run.step, times=0)
-        before = torch.cuda.memory_allocated()
-        torch.cuda.reset_peak_memory_stats()
+        before = peak_gib(reset=True)
         seconds = timed(run.step)
-        gib = (torch.cuda.max_memory_allocated() - before) / 2**30
+        gib = peak_gib() - before
         head_gib = run.run.weight.numel() * 4 / 2**30  # its gradient, float32 until the end
         matmuls = timed(run.run.matmuls)
         lines[f"{path} {memory_mib}"] = {
@@ -325,18 +331,7 @@ def table_line(name):
             "GiB_above_head_gradient": round(gib - head_gib, 2),
             "sub_tiles": sum(len(tile.sub_tiles) for tile in run.run.tiles)}
         del run
-        torch.cuda.empty_cache()
     return lines
-
-
-def loss_table():
-    """Time every loss by every path; passes where compiled is within 1.6 of the matmuls."""
-    lines = {name: in_its_own_process("table_line", name) for name in TABLE_LOSSES}
-    ratios = [figures["of_matmuls"] for line in lines.values() for key, figures in line.items()
-              if key.startswith("compiled")]
-    if not ratios:
-        return False, {"lines": lines, "reason": "nothing was compiled"}
-    return max(ratios) <= 1.6, {"lines": lines}
 
 
 def watch_waits(mode):
@@ -367,106 +362,9 @@ def no_synchronization(tokens=1024):
     for name, path in itertools.product(TABLE_LOSSES, ("tiled", "compiled")):
         run = TableRun(name, Sizes(tokens, 32_000, 48_000, 512, 512, KEPT_COLUMNS, 512), path)
         run.step()
-        torch.cuda.synchronize()
+        synchronize()
         waits = {}
         with waits_counted(waits):
             run.step()
         figures[f"{name} {path}"] = waits
     return not any(figures.values()), {"waits": figures}
-
-
-# --- the command ----------------------------------------------------------------------------------
-
-
-def job_check(name):
-    """Return a check of gpu_job.py, which is imported only when it runs."""
-    def check():
-        from benchmarks import gpu_job
-
-        return getattr(gpu_job, name)()
-
-    return check
-
-
-CHECKS = {check.__name__: check for check in (
-    ipc_same_device, ipc_two_devices, writer_ends_first, ipc_full_cache,
-    killed_process_frees_memory, compiled, no_synchronization, loss_table)}
-CHECKS |= {name: job_check(name) for name in (
-    "nccl_gradients", "tensor_parallel_teacher", "overlap", "step_over_parts")}
-
-
-def outcome(check):
-    """Run a check here; return its line, without its name."""
-    begin = time.perf_counter()
-    try:
-        passed, figures = check()
-        line = {"result": "pass" if passed else "fail", "reason": figures.pop("reason", "")}
-    except (Skipped, ImportError) as reason:
-        figures = {}
-        line = {"result": "skip", "reason": str(reason)}
-    except Exception as error:
-        figures = {"traceback": traceback.format_exc()[-2000:]}
-        line = {"result": "fail", "reason": f"{type(error).__name__}: {error}"[:500]}
-    return line | {"seconds": round(time.perf_counter() - begin, 1)} | figures
-
-
-def in_its_own_process(name, *arguments):
-    """Run a check, or one line of the table, in a fresh process; return what it found."""
-    call = json.dumps([name, *arguments])
-    command = [sys.executable, "-m", "benchmarks.gpu", "--here", call]
-    try:
-        run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=TIMEOUT)
-    except subprocess.TimeoutExpired:
-        return {"result": "fail", "reason": f"no result within {TIMEOUT} s"}
-    lines = run.stdout.splitlines()
-    if run.returncode or not lines:
-        return {"result": "fail", "reason": f"ended with status {run.returncode}",
-                "stderr": run.stderr[-2000:]}
-    return json.loads(lines[-1])
-
-
-def run_here(call):
-    """Print the outcome of one check, or of one line of the table, as JSON."""
-    name, *arguments = json.loads(call)
-    check = CHECKS.get(name, lambda: (True, globals()[name](*arguments)))
-    print(json.dumps(outcome(check)), flush=True)
-
-
-def environment():
-    """Return what the figures depend on."""
-    devices = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
-    commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True)
-    return {"devices": devices, "torch": torch.__version__, "cuda": torch.version.cuda,
-            "python": sys.version.split()[0], "commit": commit.stdout.strip()}
-
-
-def main():
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--checks", default=",".join(CHECKS), help="names, separated by commas")
-    parser.add_argument("--out", default="gpu.json", help="file of all lines")
-    parser.add_argument("--here", default="", help=argparse.SUPPRESS)
-    args = parser.parse_args()
-    if args.here:
-        run_here(args.here)
-        return
-    names = [name for name in args.checks.split(",") if name]
-    if unknown := [name for name in names if name not in CHECKS]:
-        raise SystemExit(f"--checks {','.join(unknown)}: expected some of {', '.join(CHECKS)}")
-    if not torch.cuda.is_available():
-        raise SystemExit(f"no GPU: torch {torch.__version__} sees no CUDA device, so nothing was "
-                         "checked")
-    report = {"environment": environment(), "checks": []}
-    for name in names:
-        line = {"check": name} | in_its_own_process(name)
-        report["checks"].append(line)
-        print(json.dumps(line), flush=True)
-        Path(args.out).write_text(json.dumps(report, indent=1) + "\n")
-    if any(line["result"] == "fail" for line in report["checks"]):
-        raise SystemExit(1)
-
-
-if __name__ == "__main__":
-    # under its own name: gpu_job.py raises the Skipped of that module
-    from benchmarks.gpu import main
-
-    main()

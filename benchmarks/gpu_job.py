@@ -1,7 +1,7 @@
 """Checks of gpu.py that need a whole job: distill.py's own step, on one or two ranks.
 
 The ranks are processes of this machine, one for each GPU; without one they compute on the CPU, so
-that tests can run the same functions.  See gpu.py for the command and what a check returns.
+that tests can run the same functions.  See gpu.py for what a check returns.
 """
 
 import json
@@ -16,6 +16,7 @@ from pydoc_data import topics
 
 import torch
 import torch.distributed as dist
+from deepspeed.accelerator import get_accelerator
 from deepspeed.utils import safe_get_full_grad
 from torch.profiler import ProfilerActivity, profile
 from transformers import AutoTokenizer
@@ -23,6 +24,7 @@ from transformers import AutoTokenizer
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 from benchmarks import gpu
+from benchmarks.step import Watch
 from isogloss import build, demo, distill
 from isogloss.inputs import build_collator, check_inputs
 from isogloss.job.columns import pack
@@ -64,11 +66,17 @@ def prepare(folder, layers=2, hidden=64, rows=None):
 
 
 def on_ranks(world, function, *arguments):
-    """Run a function of a module on `world` ranks; return what each returned."""
+    """Run a function of a module on `world` ranks; return what each returned.
+
+    Raises:
+        RuntimeError: one of them failed.
+        EOFError: one of them ended without an answer.
+    """
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    group = [gpu.spawn(_rank, rank, world, port, function, arguments) for rank in range(world)]
+    group = [gpu.spawn(_rank, rank, world, port, function, arguments, daemon=False)
+             for rank in range(world)]
     try:
         answers = [gpu.received(pipe, timeout=600) for _, pipe in group]
         for answer in answers:
@@ -84,10 +92,33 @@ def on_ranks(world, function, *arguments):
 def _rank(pipe, rank, world, port, function, arguments):
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world),
                    "LOCAL_SIZE": str(world), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    if 0 < torch.cuda.device_count() < world:
+        share_one_device()
     try:
         gpu.send(pipe, {"result": function(*arguments)})
     except Exception:
         gpu.send(pipe, {"error": f"rank {rank}: {traceback.format_exc()[-1500:]}"})
+
+
+def share_one_device():
+    """Have this rank compute on the first GPU and talk over gloo: NCCL wants one for each rank."""
+    os.environ["LOCAL_RANK"] = "0"
+    get_accelerator().communication_backend_name = lambda: "gloo"
+
+
+def run_job(argv):
+    """Run distill.py on this rank."""
+    distill.cli(argv)
+
+
+def profile_job(pipe, argv, step):
+    """Run distill.py in a process of its own up to a step that is profiled; send its figures."""
+    def finish(figures):
+        gpu.send(pipe, figures)
+        os._exit(0)  # a checkpoint of a large student takes longer than all of its steps
+
+    distill.train_step = Watch(distill.train_step, step, finish)
+    distill.cli(argv)
 
 
 def start_run(flags):
@@ -269,11 +300,6 @@ def overlap():
 # --- time -------------------------------------------------------------------------------------
 
 
-def synchronize():
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
-
-
 def profiled(run):
     """Return (torch's profiler of a run, the seconds that it took)."""
     kinds = [ProfilerActivity.CPU]
@@ -282,7 +308,7 @@ def profiled(run):
     with profile(activities=kinds) as profiler:
         begin = time.perf_counter()
         run()
-        synchronize()
+        gpu.synchronize()
         seconds = time.perf_counter() - begin
     return profiler, seconds
 
@@ -327,7 +353,7 @@ def timed_steps(folder):
     def steps():
         for _ in range(STEPS):
             distill.train_step(state, [batch])
-        synchronize()
+        gpu.synchronize()
 
     steps()
     begin = time.perf_counter()

@@ -6,8 +6,8 @@
 
 Behind `--` stand the flags of a run, which goes to its end as ever.  Rank 0 prints JSON of the
 profiled step: its seconds, tokens a second of this rank and, on a GPU, the seconds in which it was
-busy, the kernels, the longest times between them and where the host waited for it.  What took time
-follows as a table.  In the step before, waits are counted; the profiler makes a step longer.
+busy, the kernels, the longest times between them, the most memory of any step so far and where the
+host waited for it.  What took time follows as a table.  In the step before, waits are counted; the profiler makes a step longer.
 """
 
 import json
@@ -34,11 +34,16 @@ class Args:
 
 
 class Watch:
-    """Stand in for `distill.train_step`: profile one of its calls."""
+    """Stand in for `distill.train_step`: profile one of its calls.
 
-    def __init__(self, train_step, step):
+    Args:
+        done: function of the figures, called behind the profiled step.
+    """
+
+    def __init__(self, train_step, step, done=lambda figures: None):
         self.train_step = train_step
         self.step = step
+        self.done = done
         self.numbers = count(1)
         self.waits = {}
 
@@ -52,7 +57,7 @@ class Watch:
         return self.profiled(arguments) if number == self.step else self.train_step(*arguments)
 
     def profiled(self, arguments):
-        from benchmarks.gpu import rounded
+        from benchmarks.gpu import peak_gib, rounded
         from benchmarks.gpu_job import busy_figures, profiled
 
         reports = []
@@ -62,12 +67,13 @@ class Watch:
                    "tokens_per_second": round(tokens / seconds)}
         of_gpu = busy_figures(profiler, LONGEST)
         if of_gpu["kernels"]:
-            figures |= of_gpu | {"waits": self.waits}
+            figures |= of_gpu | {"peak_gib": round(peak_gib(), 2), "waits": self.waits}
         if int(os.environ.get("RANK", 0)) == 0:
             kind = "self_cuda_time_total" if of_gpu["kernels"] else "self_cpu_time_total"
             print(json.dumps(figures), flush=True)
             print(profiler.key_averages().table(sort_by=kind, row_limit=ROWS,
                                                 max_name_column_width=70), flush=True)
+        self.done(figures)
         return reports[0]
 
 

@@ -1,9 +1,11 @@
 """Scripts of benchmarks/: each starts, those that take seconds at their smallest size run.
 
-Of gpu.py without a GPU: its one line, its outcomes, and what a CPU can do of it.
+Of a GPU's day without a GPU: its order, its outcomes, its record, and a rehearsal of all of it.
 """
 
 import json
+import os
+import re
 import runpy
 import subprocess
 import sys
@@ -13,15 +15,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks import gpu, gpu_job
-from benchmarks.gpu import Skipped
+from benchmarks import gpu, gpu_day, gpu_job
 from conftest import ROOT
 from isogloss.models.compiler import missing_compiler
 
-# gpu_job.py holds checks of gpu.py and rivals.py losses of square.py; they are no scripts
-SCRIPTS = sorted(path.name for path in (ROOT / "benchmarks").glob("*.py"))
-SCRIPTS.remove("gpu_job.py")
-SCRIPTS.remove("rivals.py")
+# what gpu_day.py runs and losses of square.py are no scripts
+SCRIPTS = sorted({path.name for path in (ROOT / "benchmarks").glob("*.py")}
+                 - {"gpu.py", "gpu_job.py", "gpu_studies.py", "rivals.py"})
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
@@ -158,44 +158,137 @@ def test_a_weight_at_an_edge_asks_for_more(square, monkeypatch):
     assert best == 8.0 and tried == [1.0, 4.0, 8.0, 16.0]
 
 
-# --- gpu.py ---------------------------------------------------------------------------------------
+# --- a GPU's day ----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("argv", [[], ["--checks", "compiled,loss_table"]])
-def test_without_a_gpu_it_ends_in_one_line(argv, monkeypatch, tmp_path, capsys):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(sys, "argv", ["gpu.py", *argv])
-    with pytest.raises(SystemExit) as end:
-        gpu.main()
-    assert str(end.value).startswith("no GPU: torch ")
-    assert "\n" not in str(end.value)
-    assert capsys.readouterr().out == ""
+@pytest.fixture
+def record(tmp_path, monkeypatch):
+    """Return the path of a record that is not there yet."""
+    monkeypatch.setattr(gpu_day, "RECORD", tmp_path / "gpu_day.json")
+    return tmp_path / "gpu_day.json"
+
+
+def test_without_a_gpu_it_ends_in_one_line(tmp_path):
+    command = [sys.executable, "-m", "benchmarks.gpu_day", "--out", str(tmp_path / "out")]
+    run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True,
+                         env=dict(os.environ, CUDA_VISIBLE_DEVICES=""))
+    assert run.returncode == 1 and run.stdout == ""
+    assert run.stderr.startswith("no GPU: ") and run.stderr.count("\n") == 1
     assert not list(tmp_path.iterdir())
 
 
-def test_an_unknown_check_is_named(monkeypatch):
-    monkeypatch.setattr(sys, "argv", ["gpu.py", "--checks", "ipc,compiled"])
-    with pytest.raises(SystemExit, match="--checks ipc: expected some of ipc_same_device, "):
-        gpu.main()
+def test_an_unknown_study_is_named(monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["gpu_day.py", "--studies", "loss,ipc"])
+    with pytest.raises(SystemExit, match="--studies ipc: expected some of step, pairs, "):
+        gpu_day.main()
 
 
-def test_every_outcome_has_its_line(monkeypatch):
-    def skipping():
-        raise Skipped("needs 2 GPUs, and there are 0")
+def test_what_was_never_tried_comes_first_and_what_is_done_not_at_all(monkeypatch):
+    monkeypatch.setattr(gpu_day, "STUDIES", {
+        "a": gpu_day.Study("", "", dict.fromkeys("xyz")), "b": gpu_day.Study("", "", {"x": None})})
+    lines = [{"study": study, "part": part, "result": result}
+             for study, part, result in (("a", "x", "failed"), ("a", "y", "done"),
+                                         ("b", "gone", "done"))]
+    assert gpu_day.todo(["a", "b"], lines) == [("a", "z"), ("b", "x"), ("a", "x")]
+    assert gpu_day.todo(["a", "b"], lines, again=["a"])[2:] == [("a", "x"), ("a", "y")]
 
-    def breaking():
-        raise RuntimeError("CUDA error 700")
 
-    for check, expected in (
-        (lambda: (True, {"n": 1}), {"result": "pass", "n": 1}),
-        (lambda: (False, {"n": 2}), {"result": "fail", "n": 2}),
-        (skipping, {"result": "skip", "reason": "needs 2 GPUs, and there are 0"}),
-        (breaking, {"result": "fail", "reason": "RuntimeError: CUDA error 700"}),
-    ):
-        line = json.loads(json.dumps(gpu.outcome(check)))
-        assert expected.items() <= line.items()
-    assert "breaking" in line["traceback"]
+def test_a_part_begins_if_it_ends_in_time_and_is_ended_if_not(record, tmp_path, monkeypatch):
+    """Of 100 s the second part of 70 s does not fit, the third does; the clock is made up."""
+    clock = [0.0]
+    begun = []
+
+    def run_part(name, part, out, seconds, variables):
+        begun.append((part, seconds))
+        clock[0] += gpu_day.STUDIES[name].parts[part][0]
+        gpu_day.append(out, {"study": name, "part": part, "result": "done"})
+        return gpu_day.read_lines(out / gpu_day.LINES)[-1]
+
+    parts = {"first": (70, {}), "long": (70, {}), "short": (20, {})}
+    monkeypatch.setattr(gpu_day, "STUDIES", {"a": gpu_day.Study("", "", parts)})
+    monkeypatch.setattr(gpu_day, "run_part", run_part)
+    monkeypatch.setattr(gpu_day.time, "monotonic", lambda: clock[0])
+    card = subprocess.CompletedProcess([], 0, stdout='{"card": "some"}', stderr="")
+    monkeypatch.setattr(gpu_day.subprocess, "run", lambda *arguments, **options: card)
+    gpu_day.run_all(["a"], tmp_path / "out", (100 + gpu_day.LAST_SECONDS) / 60, [])
+    assert begun == [("first", 100), ("short", 30)]
+    assert gpu_day.todo(["a"], gpu_day.read_lines(tmp_path / "out" / gpu_day.LINES)) == [
+        ("a", "long")]
+
+
+@pytest.mark.parametrize("seconds,variables,reason", [
+    (0.2, {}, "no result within 0 s"), (60, {"PYTHONHOME": "/nowhere"}, "ended with status 1")])
+def test_a_part_that_hangs_or_dies_leaves_a_line(seconds, variables, reason, tmp_path):
+    line = gpu_day.run_part("resume", "bf16", tmp_path, seconds, dict(os.environ) | variables)
+    assert (line["result"], line["reason"]) == ("failed", reason)
+    assert (tmp_path / gpu_day.LOG).exists()
+
+
+def test_every_outcome_has_its_line(tmp_path, monkeypatch):
+    from benchmarks import gpu_studies
+
+    def outcome(place, what):
+        if what == "skipped":
+            raise gpu.Skipped("needs 2 GPUs, and there are 0")
+        if what == "failed":
+            raise RuntimeError("CUDA error 700")
+        return {"n": 1}
+
+    kinds = {kind: (1, {"what": kind}) for kind in ("failed", "skipped", "done")}
+    monkeypatch.setattr(gpu_studies, "outcome", outcome, raising=False)
+    monkeypatch.setattr(gpu_day, "STUDIES", {"a": gpu_day.Study("", "outcome", kinds)})
+    gpu_day.run_here([("a", kind) for kind in kinds], tmp_path, tiny=True)
+    failed, skipped, done = gpu_day.read_lines(tmp_path / gpu_day.LINES)
+    assert failed["result"] == "failed" and "outcome" in failed["traceback"]
+    assert failed["reason"] == "RuntimeError: CUDA error 700"
+    assert skipped["reason"] == "needs 2 GPUs, and there are 0" and "traceback" not in skipped
+    assert done["n"] == 1 and done["card"] == "none" and done["torch"] == torch.__version__
+
+
+def test_what_came_back_is_put_into_the_record(record, tmp_path, capsys):
+    """The newest line of a part stays, on each card; a failure replaces no measurement."""
+    line = {"study": "step", "part": "default", "card": "A", "torch": "2", "date": "d",
+            "commit": "c"}
+    lines = [line | {"result": "done", "seconds": 3}, line | {"result": "done", "seconds": 2},
+             line | {"result": "failed"}, line | {"card": "B", "result": "done", "seconds": 9},
+             line | {"part": "other", "result": "failed"}]
+    for each in lines:
+        gpu_day.append(tmp_path, each)
+    with open(tmp_path / gpu_day.LINES, "a") as file:
+        file.write('{"cut')
+    for _ in range(2):  # the second time changes nothing
+        gpu_day.merge(tmp_path)
+        assert [(each["card"], each["result"], each.get("seconds"))
+                for each in json.loads(record.read_text())] == [
+            ("A", "done", 2), ("B", "done", 9), ("A", "failed", None)]
+    assert "| step | default | seconds 2 | A | 2 | d, c |" in capsys.readouterr().out
+
+
+def test_pages_have_the_figures_of_the_record_alone():
+    page = (ROOT / "docs/results.md").read_text()
+    assert gpu_day.table(gpu_day.read_record()) in page
+    speeds = {round(line["tokens_per_second"] / 1000) for line in gpu_day.read_record()
+              if "tokens_per_second" in line}
+    said = re.findall(r"(\d+) k\s+tokens\s+a\s+second", (ROOT / "README.md").read_text())
+    assert said and speeds >= set(map(int, said))
+
+
+@pytest.mark.slow
+def test_a_day_is_rehearsed_whole(tmp_path):
+    """Every study to its end with tiny models, as far as a CPU carries it."""
+    command = [sys.executable, "-m", "benchmarks.gpu_day", "--rehearse", "--out", str(tmp_path)]
+    run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    results = {}
+    for name in gpu_day.STUDIES:
+        for line in gpu_day.read_lines(tmp_path / name / gpu_day.LINES):
+            results[name, line["part"]] = line
+    assert run.returncode == 0, run.stdout + run.stderr
+    assert len(results) == sum(len(study.parts) for study in gpu_day.STUDIES.values())
+    skipped = {name for (name, _), line in results.items() if line["result"] == "skipped"}
+    assert skipped <= {"check", "liger"}
+    assert all(line["worst_difference"] == 0 for (name, _), line in results.items()
+               if name == "same")  # both on CPUs here
+    assert results["step", "default"]["tokens_per_second"] > 0
 
 
 def test_shared_memory_is_checked_in_both_directions():

