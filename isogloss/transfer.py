@@ -1,0 +1,397 @@
+"""Give a model another tokenizer: the student of a run whose teacher is the model as it was.
+
+    isogloss transfer --model HuggingFaceTB/SmolLM2-135M --tokenizer openai-community/gpt2 \\
+        --output student
+
+All weights stay but the embedding and the head, whose rows for the new tokens are made of those of
+the old ones (projection_tools/retokenize.py).  Files are read and written one at a time, so that a
+model of many files never is in memory; it is loaded once, from the new files, to choose the
+head's offset on a text and to say bits per byte before and after (--head_offset 0 does neither).
+
+Tests: tests/test_transfer.py.
+"""
+
+import json
+import math
+import shutil
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from pydoc_data import topics
+
+from isogloss.command import tool
+
+if __name__ == "__main__":  # flags come before torch is imported
+    raise SystemExit(tool("transfer"))
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+from transformers.utils import cached_file
+
+from isogloss.align import TokenTable
+from isogloss.data.ends import load_generation
+from isogloss.export import check_replaceable, write_folder
+from isogloss.flags.model_names import read_model_name
+from isogloss.models.pretrained import check_language_model, load_config, load_model
+from isogloss.models.tied import empty_model, untie_as_files_do
+from isogloss.projection_tools.retokenize import OFFSETS, common_direction, new_rows, origins_of
+from isogloss.projection_tools.tokenizers import load_tokenizer, reading
+from isogloss.spelling import CHARACTER_OF_BYTE
+
+INDEX, WEIGHTS = "model.safetensors.index.json", "model.safetensors"
+BYTES = "bytes"  # the name of a tokenizer of single bytes
+SHOWN_BYTES = 6000  # of the texts on which the offset is chosen, and of those that are reported
+TEXT_BYTES = 400  # of a text
+IDS = "bos_token_id", "eos_token_id", "pad_token_id"
+
+
+# --- files of the model ---------------------------------------------------------------------------
+
+
+@dataclass
+class Files:
+    """Say where a model's weights are.
+
+    Attributes:
+        path_of: {name of a file: path}.
+        file_of: {name of a tensor: name of its file}.
+        index: of the directory, or None.
+    """
+
+    path_of: dict
+    file_of: dict
+    index: dict | None
+
+
+def files_of(role, path):
+    """Return the Files of a model.
+
+    Raises:
+        ValueError: its weights are not in safetensors.
+    """
+    name = read_model_name(role, path)
+    if name.adapter:
+        raise ValueError(f"--{role} {path}: is an adapter; merge it into its model first (export "
+                         "with --merge)")
+    find = partial(cached_file, name.base, revision=name.revision,
+                   _raise_exceptions_for_missing_entries=False)
+    with reading(role, path, "its weights"):
+        index_path, whole = find(INDEX), find(WEIGHTS)
+        index = json.loads(Path(index_path).read_text()) if index_path else None
+        names = sorted(set(index["weight_map"].values())) if index else [WEIGHTS]
+        paths = {file: find(file) for file in names} if index or whole else {}
+    if not paths or None in paths.values():
+        raise ValueError(f"--{role} {path}: has no {WEIGHTS}; save_pretrained of transformers "
+                         "writes one of a model in another format")
+    file_of = {}
+    with reading(role, path, "its weights"):
+        for file, place in paths.items():
+            with safe_open(place, "pt") as tensors:
+                file_of |= dict.fromkeys(tensors.keys(), file)
+    return Files(paths, file_of, index)
+
+
+def vocabulary_tensors(role, path, config, files, trust_remote_code):
+    """Return {name in the files: "embedding", "head" or "bias"} of the rows of the vocabulary.
+
+    Raises:
+        ValueError: the model has further weights with a row for each token, or none that are known.
+    """
+    model = empty_model(config, trust_remote_code)
+    ends = {"embedding": model.get_input_embeddings(), "head": model.get_output_embeddings()}
+    kinds = {}
+    others = []
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        kind = next((kind for kind, module in ends.items()
+                     if module is not None and parameter is getattr(module, "weight", None)), "")
+        if ends["head"] is not None and parameter is getattr(ends["head"], "bias", None):
+            kind = "bias"
+        if kind:
+            kinds[name] = "head" if name.startswith(_name_of(model, ends["head"])) else kind
+        elif config.get_text_config().vocab_size in parameter.shape:
+            others.append(name)
+    if others:
+        raise ValueError(f"--{role} {path}: {others[0]} has a row for each token too, which this "
+                         "does not know to make; it cannot be given another tokenizer")
+    return _names_in_files(role, path, kinds, files)
+
+
+def _name_of(model, module):
+    """Return the name of a module with a dot behind, or what no name begins with."""
+    found = [name for name, each in model.named_modules() if each is module]
+    return f"{found[0]}." if found else "\0"
+
+
+def _names_in_files(role, path, kinds, files):
+    """Return {name in the files: kind}, where files may call a weight by another beginning."""
+    found = {}
+    for name, kind in kinds.items():
+        ending = "." + ".".join(name.split(".")[-2:])
+        names = [each for each in files.file_of if each == name or f".{each}".endswith(ending)]
+        if len(names) == 1:
+            found.setdefault(names[0], kind)
+    if "embedding" not in found.values():
+        raise ValueError(f"--{role} {path}: its files have no weight that is the embedding; "
+                         "expected one model as save_pretrained writes it")
+    return found
+
+
+def write_weights(files, kinds, make, folder):
+    """Write the files of a model with new rows of the vocabulary, one after the other.
+
+    Args:
+        kinds: {name of a tensor: its kind}.
+        make: function of the old rows and the kind that returns the new ones.
+    """
+    total = 0
+    for file, path in files.path_of.items():
+        changed = {name for name in kinds if files.file_of[name] == file}
+        if not changed:
+            shutil.copyfile(path, folder / file)
+            total += _bytes_of(path)
+            continue
+        with safe_open(path, "pt") as tensors:
+            weights = {name: tensors.get_tensor(name) for name in tensors.keys()}
+        for name in changed:
+            weights[name] = make(weights[name], kinds[name])
+        total += sum(tensor.nbytes for tensor in weights.values())
+        save_file(weights, folder / file, metadata={"format": "pt"})
+    if files.index:
+        index = files.index | {"metadata": files.index.get("metadata", {}) | {"total_size": total}}
+        (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")
+
+
+def _bytes_of(path):
+    """Return the bytes of the tensors of a file, by its header."""
+    with open(path, "rb") as file:
+        header = int.from_bytes(file.read(8), "little")
+    return Path(path).stat().st_size - 8 - header
+
+
+# --- tokenizers and what names their tokens -------------------------------------------------------
+
+
+def byte_tokenizer(model_tokenizer):
+    """Return a tokenizer of the 256 bytes and the control tokens of another one."""
+    vocab = {CHARACTER_OF_BYTE[byte]: byte for byte in range(256)}
+    backend = Tokenizer(models.BPE(vocab=vocab, merges=[]))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    backend.decoder = decoders.ByteLevel()
+    roles = model_tokenizer.special_tokens_map
+    roles = {role: token for role, token in roles.items() if isinstance(token, str)}
+    return PreTrainedTokenizerFast(tokenizer_object=backend, **roles)
+
+
+def load_new_tokenizer(args, old_tokenizer, old):
+    """Return (tokenizer, TokenTable) of --tokenizer, with the chat template of --chat_template.
+
+    The old template brings the control tokens that it writes.
+    """
+    if args.tokenizer == BYTES:
+        tokenizer = byte_tokenizer(old_tokenizer)
+    else:
+        tokenizer, _ = load_tokenizer("tokenizer", args.tokenizer, args.trust_remote_code)
+    template = args.chat_template
+    if template == "auto":
+        template = "tokenizer" if tokenizer.chat_template else "model"
+    if template == "model" and old_tokenizer.chat_template:
+        text = str(old_tokenizer.chat_template)
+        written = [old.tokens[i] for i in old.special.nonzero()[0] if old.tokens[i]
+                   and (old.tokens[i] in text or i in (old.eos, old.end_of_turn))]
+        tokenizer.add_special_tokens({"additional_special_tokens": written},
+                                     replace_additional_special_tokens=False)
+        tokenizer.chat_template = old_tokenizer.chat_template
+    return tokenizer, TokenTable.from_tokenizer(tokenizer)
+
+
+def new_ids(old_ids, origins):
+    """Return the new ids of control tokens, those without a counterpart left out."""
+    new_of = {old: new for new, old in origins.links.items()}
+    return [new_of[i] for i in old_ids if i in new_of]
+
+
+def config_text(role, path, config, origins):
+    """Return the model's config.json as a dict, with the new number of rows and the new ids.
+
+    Args:
+        config: of the model, untied where its files are.
+    """
+    name = read_model_name(role, path)
+    with reading(role, path, "its config.json"):
+        text = Path(cached_file(name.base, "config.json", revision=name.revision)).read_text()
+        new = json.loads(text)
+    levels = [new, *[new["text_config"]] * isinstance(new.get("text_config"), dict)]
+    for level in levels:
+        for key in IDS:
+            if key in level:
+                token = getattr(origins.new, key.removesuffix("_token_id"))
+                level[key] = token if token >= 0 else None
+    inner = levels[-1]
+    for level in levels:
+        if "vocab_size" in level or level is inner:
+            level["vocab_size"] = len(origins.new)
+        if "tie_word_embeddings" in level or level is inner:
+            level["tie_word_embeddings"] = bool(config.get_text_config().tie_word_embeddings)
+    return new
+
+
+def generation_of(generation, origins):
+    """Return what generation_config.json says, whose ids are new ones; the ends are old ends' and eos."""
+    table = origins.new
+    ends = generation.get("eos_token_id")
+    ends = ends if isinstance(ends, list) else [ends]
+    ends = list(dict.fromkeys([*new_ids(ends, origins), *([table.eos] if table.eos >= 0 else [])]))
+    new = {key: value for key, value in generation.items() if not key.endswith(("_id", "_ids"))
+           and not key.startswith(("suppress_", "begin_suppress_", "bad_words", "forced_"))}
+    new["eos_token_id"] = ends[0] if len(ends) == 1 else ends
+    for role in ("bos", "pad"):
+        if getattr(table, role) >= 0:
+            new[f"{role}_token_id"] = getattr(table, role)
+    return new
+
+
+# --- how good it is -------------------------------------------------------------------------------
+
+
+def sample_texts(path):
+    """Return (texts to choose on, texts to report), of a file or of the interpreter's pages."""
+    if path:
+        text = Path(path).read_text(encoding="utf-8", errors="replace")
+    else:
+        text = "\n".join(text for _, text in sorted(topics.topics.items()))
+    texts = [text[first : first + TEXT_BYTES] for first in range(0, len(text), TEXT_BYTES)]
+    half = min(SHOWN_BYTES // TEXT_BYTES, len(texts) // 2)
+    step = max(1, len(texts) // max(1, 2 * half))
+    spread = texts[::step]
+    return spread[: 2 * half : 2], spread[1 : 2 * half : 2]
+
+
+def batches_of(tokenizer, table, texts):
+    """Yield (1, S) ids of each text, behind bos or, where there is none, eos."""
+    start = table.bos if table.bos >= 0 else table.eos
+    for text in texts:
+        ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+        yield torch.tensor([[start, *ids] if start >= 0 else ids])
+
+
+@torch.no_grad()
+def bits_per_byte(model, tokenizer, table, texts):
+    """Return bits of all texts over their bytes."""
+    nats = 0.0
+    for ids in batches_of(tokenizer, table, texts):
+        logits = model(ids.to(model.device)).logits[0, :-1].float().cpu()
+        nats += float(torch.nn.functional.cross_entropy(logits, ids[0, 1:], reduction="sum"))
+    return nats / math.log(2) / max(1, sum(len(text.encode()) for text in texts))
+
+
+@torch.no_grad()
+def hidden_states(model, tokenizer, table, texts):
+    """Return what the head of a model reads of some texts, (S, H) in float32."""
+    found = []
+    head = model.get_output_embeddings()
+    handle = head.register_forward_pre_hook(lambda _, arguments: found.append(arguments[0][0]))
+    for ids in batches_of(tokenizer, table, texts):
+        model(ids.to(model.device))
+    handle.remove()
+    return torch.cat(found).float().cpu()
+
+
+@torch.no_grad()
+def choose_offset(model, tokenizer, origins, texts):
+    """Return what to add to the rows of the head, (N, H) or 0.0, and its nats.
+
+    Of the offsets up to the first that is worse it is the best; the model is left without one.
+    """
+    head = model.get_output_embeddings().weight
+    before = head.detach().clone()
+    direction_H = common_direction(hidden_states(model, tokenizer, origins.new, texts))
+    several_N = torch.from_numpy(origins.num_pieces_N > 1)
+    shift_NH = several_N[:, None] * direction_H
+    best = 0.0
+    least = math.inf
+    for offset in OFFSETS:
+        head.copy_(before - (offset * shift_NH).to(before))
+        bits = bits_per_byte(model, tokenizer, origins.new, texts)
+        if bits > least:
+            break
+        least = bits
+        best = offset
+    head.copy_(before)
+    return -best * shift_NH, best
+
+
+@torch.no_grad()
+def with_new_rows(model, origins):
+    """Give a model the rows of the new tokens, in place."""
+    ends = [model.get_input_embeddings(), model.get_output_embeddings()]
+    rows = [new_rows(end.weight.cpu(), origins) for end in ends]
+    biases = [getattr(end, "bias", None) for end in ends]
+    model.resize_token_embeddings(len(origins.new), mean_resizing=False)
+    ends = [model.get_input_embeddings(), model.get_output_embeddings()]
+    for end, weight, bias in zip(ends, rows, biases):
+        end.weight.copy_(weight)
+        if bias is not None:
+            end.bias.copy_(new_rows(bias.cpu(), origins))
+
+
+def offset_of(args, origins, tokenizer, old_tokenizer):
+    """Choose the head's offset on texts; print bits per byte of the model, and of what it becomes.
+
+    Returns:
+        what to add to the rows of the head: (N, H), or 0.0.
+    """
+    chosen_on, reported = sample_texts(args.texts)
+    model = load_model("model", args.model, args.trust_remote_code, dtype="auto").eval()
+    if torch.cuda.is_available():
+        model.to("cuda")
+    bits = {"the model as it was": bits_per_byte(model, old_tokenizer, origins.old, reported)}
+    with_new_rows(model, origins)
+    bits["means of pieces"] = bits_per_byte(model, tokenizer, origins.new, reported)
+    shift, nats = choose_offset(model, tokenizer, origins, chosen_on)
+    head = model.get_output_embeddings().weight
+    with torch.no_grad():
+        head += shift.to(head)
+    bits[f"with {nats:g} nats less for tokens of several pieces"] = bits_per_byte(
+        model, tokenizer, origins.new, reported)
+    text = ", ".join(f"{value:.3f} {what}" for what, value in bits.items())
+    num_bytes = sum(len(text.encode()) for text in reported)
+    print(f"bits per byte of {len(reported)} texts ({num_bytes:,} bytes): {text}", flush=True)
+    return shift
+
+
+def main(args):
+    """Write the model with its new tokenizer, and say what became of it."""
+    config = load_config("model", args.model, args.trust_remote_code)
+    check_language_model("model", args.model, config)
+    untie_as_files_do("model", args.model, config, args.trust_remote_code)
+    check_replaceable(args.output, "--output")
+    old_tokenizer, old = load_tokenizer("model", args.model, args.trust_remote_code)
+    tokenizer, new = load_new_tokenizer(args, old_tokenizer, old)
+    files = files_of("model", args.model)
+    kinds = vocabulary_tensors("model", args.model, config, files, args.trust_remote_code)
+    generation = load_generation("model", args.model, config, old_tokenizer)
+    origins = origins_of(old_tokenizer, old, new, config.get_text_config().vocab_size)
+    print(*origins.summary(), sep="\n", flush=True)
+    shift = 0.0
+    if args.head_offset:
+        shift = offset_of(args, origins, tokenizer, old_tokenizer)
+    shifted = "head" if "head" in kinds.values() else "embedding"  # which is the head too
+
+    def make(rows, kind):
+        made = new_rows(rows, origins)
+        return (made + shift).to(rows.dtype) if kind == shifted else made
+
+    def save(folder):
+        folder.mkdir(parents=True)
+        write_weights(files, kinds, make, folder)
+        tokenizer.save_pretrained(folder)
+        for name, content in (
+                ("config.json", config_text("model", args.model, config, origins)),
+                ("generation_config.json", generation_of(generation, origins))):
+            (folder / name).write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n")
+
+    write_folder(save, args.output, "--output")
+    print(f"{args.output}: a student, whose teacher is {args.model}")
