@@ -301,6 +301,8 @@ def rehearse(names, out):
         lines = read_lines(folder / LINES)
         for line in lines:
             print(text_of(line), flush=True)
+        if process.exitcode:
+            print((folder / LOG).read_text()[-2000:], flush=True)
         done = sum(line["result"] != "failed" for line in lines)
         return len(STUDIES[name].parts) - done
 
