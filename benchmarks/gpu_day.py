@@ -287,6 +287,8 @@ def rehearse(names, out):
     os.environ |= child_environment() | {
         "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": "",
         "ISOGLOSS_CACHE": str(out / "cache")}
+    # the path of this process is that of its children
+    sys.path[:0] = filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([
         "benchmarks.gpu_studies", "peft", "transformers.models.llama.modeling_llama",
