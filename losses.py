@@ -401,7 +401,8 @@ def position_divergence(
             hold NaN where the mask is False.
         mask_BS: bool, positions to compare; None: all, then nothing here waits for the device.
         temperature, teacher_temperature: tau of student and teacher, > 0; None: the same.
-        top_k: compare that many tokens and the rest as one bucket; 0: all tokens.
+        top_k: compare that many tokens and the rest as one bucket; 0: all tokens.  Tokens to which
+            the supporting model gives nothing are in no top_k.
         support: whose top_k: "teacher" or "student".
         tail: False: no bucket for the rest, both are renormalized on the kept tokens.
         coefficient: beta, skew or alpha of the divergences that have one.
@@ -423,8 +424,11 @@ def position_divergence(
         logq = _clamped_logp(teacher_NV, teacher_temperature)
     if top_k:
         ids_NK = _support_ids(student_NV, teacher_NV, support, top_k)
-        logp = top_k_buckets(logp, ids_NK, tail)
-        logq = top_k_buckets(logq, ids_NK, tail)
+        # one of many tokens without mass is any of them
+        judge, log_zero = (logq, LOG_ZERO) if support == "teacher" else (logp, LOG_ZERO - SHIFT)
+        empty_NK = judge.gather(1, ids_NK) <= log_zero + 1
+        logp = top_k_buckets(logp, ids_NK, empty_NK, tail)
+        logq = top_k_buckets(logq, ids_NK, empty_NK, tail)
     value_N = scaled(divergence_of(name, logp, logq, coefficient), temperature**2)
     return reduce_terms(value_N, row_N, shape_BS, weight_BS, reduction)
 
@@ -472,16 +476,17 @@ def _support_ids(student_NV: Tensor, teacher_NV: Tensor, support: str, top_k: in
     return x_NV.detach().topk(min(top_k, x_NV.shape[1]), -1).indices
 
 
-def top_k_buckets(logp_NV: Tensor, ids_NK: Tensor, tail: bool) -> Tensor:
+def top_k_buckets(logp_NV: Tensor, ids_NK: Tensor, empty_NK: Tensor, tail: bool) -> Tensor:
     """Return log-probabilities of the kept tokens and, with `tail`, of all others together.
 
-    Without `tail`, renormalize the kept tokens.
+    Without `tail`, renormalize the kept tokens.  Those of `empty_NK` are among the others.
     """
-    kept_NK = logp_NV.gather(1, ids_NK)
+    every_NK = logp_NV.gather(1, ids_NK)
+    kept_NK = every_NK.masked_fill(empty_NK, 10 * FLOOR)  # exp(10 * FLOOR) is 0
     if not tail:
         return kept_NK - kept_NK.logsumexp(-1, keepdim=True)
     # the tail comes from the other tokens: 1 - sum would lose a small tail, and its gradient
-    others = logp_NV.scatter(1, ids_NK, 10 * FLOOR)  # exp(10 * FLOOR) is 0
+    others = logp_NV.scatter(1, ids_NK, every_NK.masked_fill(~empty_NK, 10 * FLOOR))
     tail_N = others.logsumexp(-1)
     return torch.cat([kept_NK, at_least(tail_N[:, None], FLOOR)], 1)
 
@@ -685,14 +690,15 @@ def softened(log_KG: Tensor, log_zero: float, temperature: float) -> Tensor:
 
     Args:
         log_KG: logarithms of masses, up to a constant of the row.
-        log_zero: log-probability that stands for a mass of 0, which stays 0.
+        log_zero: log-probability that stands for a mass of 0, which stays 0; padding has a lower
+            one, and keeps it.
     """
     if temperature == 1:
         return log_KG
     logp_KG = log_KG.log_softmax(-1)
     is_zero_KG = logp_KG <= log_zero + 1  # rounding, and what is added to a mass to be above 0
-    logp_KG = (logp_KG / temperature).masked_fill(is_zero_KG, -torch.inf)
-    return at_least(logp_KG.log_softmax(-1), log_zero)
+    soft_KG = (logp_KG / temperature).masked_fill(is_zero_KG, -torch.inf).log_softmax(-1)
+    return at_least(soft_KG, log_zero).where(~is_zero_KG, logp_KG.detach().clamp(max=log_zero))
 
 
 def soften_bernoulli(logp: Tensor, temperature: float) -> Tensor:

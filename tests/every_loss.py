@@ -263,6 +263,9 @@ CHUNK_LOSSES = {
     "translated, forward_kl, top_k": translated_loss("forward_kl", top_k=2),
     "translated, reverse_kl, top_k of the student": translated_loss(
         "reverse_kl", top_k=2, support="student"),
+    "translated, reverse_kl, top_k": translated_loss("reverse_kl", top_k=5),
+    "translated, reverse_kl, top_k without tail": translated_loss(
+        "reverse_kl", top_k=5, tail=False),
 }
 
 

@@ -163,11 +163,13 @@ class Translation:
         log_zero: nats that stand for log 0.
         soften_tokens, normalize_first: True: as the definition was, tokens softened before they are
             summed, and what can come at a root normalized before it is mixed.
-        top_k, support: of the cells of a node, see `positions`.
+        top_k, support, tail: of the cells of a node, see `positions`; cells to which the supporting
+            model gives nothing are in no top_k.
     """
 
     def __init__(self, A, B, unwritten, joined, *raw, separate_cells=False, log_zero=LOG_ZERO,
-                 soften_tokens=False, normalize_first=False, top_k=0, support="teacher"):
+                 soften_tokens=False, normalize_first=False, top_k=0, support="teacher",
+                 tail=True):
         self.A = A
         self.B = [[] if v in unwritten else spelled for v, spelled in enumerate(B)]
         self.joined = joined
@@ -176,6 +178,7 @@ class Translation:
         self.normalize_first = normalize_first
         self.top_k = top_k
         self.support = support
+        self.tail = tail
         heads = {spelled[0] for spelled in self.B if spelled}
         self.cell_of_student = {v: spelled[0] for v, spelled in enumerate(self.B) if spelled}
         self.cell_of_student |= dict.fromkeys(unwritten, "unwritten")
@@ -220,8 +223,9 @@ class Translation:
         nothing = torch.tensor(self.log_zero, dtype=torch.float64).exp()
         q = [max(mass, nothing) for mass in q]
         if self.top_k:
-            ids = most_likely(q if self.support == "teacher" else p, self.top_k)
-            p, q = buckets(p, ids, True), buckets(q, ids, True)
+            judge = q if self.support == "teacher" else p
+            ids = [i for i in most_likely(judge, self.top_k) if judge[i] > nothing]
+            p, q = buckets(p, ids, self.tail), buckets(q, ids, self.tail)
         return divergence(self.name, p, q, self.coefficient)
 
     def going_on(self, q, seen):
