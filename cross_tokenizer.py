@@ -187,7 +187,7 @@ def check_parameters(name, parameters):
     if "options" in known:
         known |= set(inspect.signature(losses.position_divergence).parameters)
     settings = known & {"temperature", "beta", "skew", "alpha", "top_k", "support", "mode",
-                        "reverse", "uncommon_topk", "teacher_average", "kept_K", "matched_weight"}
+                        "reverse", "uncommon_topk", "chunk_average", "kept_K", "matched_weight"}
     if LOSSES[name].needs == "translation":
         settings.add("text_weight")  # 1: there is no cross-entropy beside it
     for parameter in parameters:

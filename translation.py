@@ -338,7 +338,7 @@ def _read(x_NV: Tensor, y_MW: Tensor, nodes: Nodes) -> tuple[Tensor, Answers]:
     """Return (the student's logits in the rows of the roots, the answers to all else)."""
     reads = nodes.reads
     # rows are selected once: each selection has a gradient as large as x
-    x_RV = losses.at_least_float32(losses.take_rows(x_NV, reads.row_R))
+    x_RV = losses.at_least_float32(losses.take(x_NV, 0, reads.row_R))
     num_roots = len(nodes.roots.row_S)
     x_root, x_LV = torch.split(x_RV, [num_roots, len(x_RV) - num_roots])
     # finite where a model excludes tokens: the gradient of a logsumexp of -inf alone is NaN

@@ -248,6 +248,11 @@ class LossFlags:
         choices=("all", "reachable"), key="projection_columns")
     reverse_kl: bool = flag(
         False, "compute KL(student || teacher) in projection_kl, gold and h_kl.", key="reverse_kl")
+    chunk_average: str = flag(
+        "p", "what projection_kl, gold and h_kl take of a chunk's positions: p, the mean of the "
+        "probabilities, or logp, NeMo RL's mean of their logarithms, not normalized and without a "
+        "bucket for what is left (the teacher's alone in projection_kl), which can be below 0.",
+        choices=("p", "logp"), key="chunk_average")
     uncommon_topk: int = flag(
         8192, "tokens outside the common ones that gold and h_kl compare by rank.",
         low=1, high=2**20, key="uncommon_topk")
@@ -533,6 +538,10 @@ class RunFlags:
     merge: bool = flag(
         False, "export the whole model with lora_r's adapter in its weights, not the adapter "
         "alone.", free=True)
+    dump_losses: str = flag(
+        "", "directory for one .safetensors a micro-batch and rank: ids, chunks, and the loss of "
+        "each chunk, to compare another system with. It waits for the device. See "
+        "docs/metrics.md. Empty: none.", free=True)
     log_comms: bool = flag(
         False, "time every collective of the engine and of sequence-parallel attention for 100 "
         "steps, which slows them down, and print a summary.", free=True)

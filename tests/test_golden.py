@@ -3,6 +3,8 @@
 tests/golden/README.md describes the outputs, which are at fixed commits.
 """
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 import torch
@@ -12,9 +14,13 @@ import toys
 from cases import close, gradient, table_of
 from conftest import GOLDEN
 from isogloss import losses
+from isogloss.config import Config
 from isogloss.nodes import list_nodes
+from isogloss.objective import loss_table
+from isogloss.objective.objective import PairLoss, TermSums
 from isogloss.spelling import translation_tables
 from isogloss.teachers import mixing as teacher_mixing
+from isogloss.tile_plan import SubTile
 from isogloss.translation import translated
 
 
@@ -56,47 +62,59 @@ def nemo_rl_chunks(data, exact_only):
     return [where_valid(shift(data[f"{side}_chunk_id"]), counts) for side in ("student", "teacher")]
 
 
-def nemo_rl(data, case, x):
-    """Compute its P-KL, gold or H-KL by our losses; what differs from our defaults is explicit."""
+def nemo_rl_config(case):
+    """Return the Config of a run of their formulas."""
     cfg = case["cfg"]
+    loss = {"pkl": "projection_kl", "gold": "gold", "xtoken": "h_kl"}[case["mode"]]
+    return Config(student="s", teacher="t", data="d", loss=loss, chunk_average="logp",
+                  temperature=cfg["temperature"], reverse_kl=cfg["reverse_kl"],
+                  uncommon_topk=cfg["uncommon_topk"], projection_topk=cfg["vocab_topk"])
+
+
+def nemo_rl(data, case, x):
+    """Return what a run of our job has of their P-KL, gold or H-KL: (loss, metrics)."""
+    cfg = nemo_rl_config(case)
+    theirs = case["cfg"]
     teacher = data["teacher_logits"][..., : data["teacher_vocab"]]
-    is_projection_kl = case["mode"] == "pkl"
-    chunks = nemo_rl_chunks(data, is_projection_kl and cfg["exact_token_match_only"])
-    indices = data["projection"]["indices"]
-    likelihoods = data["projection"]["likelihoods"]
-    if is_projection_kl:  # padding votes for the kept columns, and log-probabilities are averaged
-        num_kept = min(cfg["vocab_topk"], teacher.shape[-1])
-        kept = teacher.amax((0, 1)).topk(num_kept).indices.sort().values
-        kd, num_chunks = losses.projection_kl(
-            x, teacher, *chunks, indices, likelihoods, kept_K=kept,
-            temperature=cfg["temperature"], teacher_average="logp", reverse=cfg["reverse_kl"],
-        )
-    else:
-        relaxed = case["mode"] == "xtoken"
-        common = losses.common_tokens(indices, likelihoods, relaxed=relaxed)
-        # an un-normalized mean of log-probabilities, which ours is not
-        terms = oracle.gold(
-            x, teacher, *chunks, [ids.tolist() for ids in common], cfg["temperature"],
-            cfg["uncommon_topk"], "logp", cfg["reverse_kl"])
-        kd, num_chunks = sum(terms), len(terms)
+    exact_only = case["mode"] == "pkl" and theirs["exact_token_match_only"]
+    chunks = nemo_rl_chunks(data, exact_only)
     is_labeled = shift(data["token_mask"]) * data["sample_mask"][:, None] > 0
     labels = torch.where(is_labeled, shift(data["input_ids"]), -100)
-    ce, num_tokens = losses.next_token_cross_entropy(x, labels)
-    kd = kd / num_chunks
-    ce = ce / num_tokens
-    if cfg["dynamic_loss_scaling"]:
-        return teacher_mixing.dynamic_scale(ce, kd) * kd + ce
-    return cfg["kl_loss_weight"] * kd + cfg["ce_loss_scale"] * ce
+    tables = [range(x.shape[-1]), range(teacher.shape[-1])]
+    loss = loss_table.LOSSES[cfg.loss].build(cfg, SimpleNamespace(tables=tables), "cpu")
+    loss_fn = loss.loss_fn
+    if case["mode"] == "pkl":  # where we keep columns of a step, without the votes of padding
+        num_kept = min(cfg.projection_topk, teacher.shape[-1])
+        kept = teacher.amax((0, 1)).topk(num_kept).indices.sort().values
+        loss_fn = loss.for_columns(kept)
+        teacher = teacher[..., kept]
+    terms = losses.find_chunks(*chunks)
+    flat = [side.flatten() for side in (labels, torch.zeros_like(chunks[1]), *chunks)]
+    sub_tile = SubTile(slice(None), slice(None), *flat, terms)
+    pair_loss = PairLoss(loss_fn, [1.0, 1.0], is_observed=loss.is_observed)
+    sums = TermSums(*pair_loss(x.flatten(0, 1), teacher.flatten(0, 1), sub_tile))
+    num_tokens, num_chunks = is_labeled.sum(), len(terms.first_S)
+    ce, kd = sums.ce / num_tokens, sums.kd / num_chunks
+    metrics = {"accuracy": sums.correct / num_tokens, "proj_accuracy_t0": sums.agreed / num_chunks}
+    if theirs["dynamic_loss_scaling"]:
+        return teacher_mixing.dynamic_scale(ce, kd) * kd + ce, metrics
+    return theirs["kl_loss_weight"] * kd + theirs["ce_loss_scale"] * ce, metrics
 
 
 @pytest.mark.parametrize("mode", ["pkl", "gold", "xtoken"])
-def test_nemo_rl(mode):
+def test_nemo_rl(mode, monkeypatch):
+    """`--chunk_average logp`, and the accuracies of a step."""
     data = golden("projection_losses.pt")
     inputs = data["inputs"]
+    projection = inputs["projection"]["indices"], inputs["projection"]["likelihoods"]
+    monkeypatch.setattr(loss_table, "_projection", lambda cfg, pair, device: projection)
     cases = [case for case in data["cases"] if case["mode"] == mode]
     for case in cases:
         x = leaf(inputs)
-        check(nemo_rl(inputs, case, x), x, case["loss"], case["grad"], case["cfg"])
+        loss, metrics = nemo_rl(inputs, case, x)
+        check(loss, x, case["loss"], case["grad"], case["cfg"])
+        for name, value in metrics.items():
+            assert abs(float(value) - case["metrics"][name]) < 1e-6, (name, case["cfg"])
     assert len(cases) >= 16
 
 
@@ -129,6 +147,26 @@ def test_topk_tail_of_slime():
         expected = case["per_token"].flatten()
         assert torch.allclose(value, expected, rtol=1e-5, atol=1e-9), (k, tail)
         assert close(gradient(value.sum(), x), case["grad"], 1e-5), (k, tail)
+
+
+def test_on_policy_topk_tail_of_slime():
+    """Its samples are fresh, so every ratio is 1; teachers are mixed in probability space."""
+    data = golden("peers.pt")["opd_topk_tail"]
+    logits = data["teacher_logits"]
+    teacher = teacher_mixing.average_teachers(logits, torch.full((len(logits),), 1 / len(logits)))
+    weight = torch.zeros(1, sum(map(len, data["tokens"])))
+    start = 0
+    for total, response in zip(data["total_lengths"], data["response_lengths"]):
+        end = start + total
+        # position t predicts token t + 1; a mean per response
+        weight[0, end - response - 1 : end - 1] = 1 / response
+        start = end
+    for k, case in data["cases"].items():
+        x = leaf(data)
+        value, _ = losses.reverse_kl(
+            x, teacher, weight > 0, top_k=k, support="student", weight_BS=weight)
+        check(value, x, case["loss"], case["grad"], k)
+    assert len(data["cases"]) == 3
 
 
 def test_uld_and_hybrid_of_trl():
