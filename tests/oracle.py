@@ -114,7 +114,8 @@ def project(p, indices, likelihoods, num_teacher_tokens):
 
 
 def projection_kl(
-    x, y, student_chunk, teacher_chunk, indices, likelihoods, kept=None, tau=1.0, reverse=False
+    x, y, student_chunk, teacher_chunk, indices, likelihoods, kept=None, tau=1.0, reverse=False,
+    chunk_average="p",
 ):
     num_teacher_tokens = y.shape[-1]
     kept = list(range(num_teacher_tokens)) if kept is None else kept.tolist()
@@ -128,10 +129,8 @@ def projection_kl(
         # the conditional distribution of the student's projected token, given that it is kept
         mean = [mapped[w] / len(student_positions) for w in kept]
         r = [mass / (sum(mean) + 1e-10) + 1e-10 for mass in mean]
-        target = ZERO
-        for t in teacher_positions:
-            target = target + softmax(y[b, t, kept], tau) / len(teacher_positions)
-        result = result + tau**2 * (kl(r, list(target)) if reverse else kl(list(target), r))
+        target = chunk_mean(y[..., kept], b, teacher_positions, tau, chunk_average)
+        result = result + tau**2 * (kl(r, target) if reverse else kl(target, r))
         count += 1
     return result, count
 
@@ -453,19 +452,19 @@ def chunk_mean(logits, b, positions, tau, average):
 
 
 def gold(
-    x, y, student_chunk, teacher_chunk, common, tau=1.0, most=8192, average="p", reverse=False
+    x, y, student_chunk, teacher_chunk, common, tau=1.0, most=8192, chunk_average="p", reverse=False
 ):
     """Return [term] per chunk; common: (student ids, teacher ids)."""
     student_ids, teacher_ids = common
     terms = []
     for b, student_positions, teacher_positions in chunks(student_chunk, teacher_chunk):
-        p = chunk_mean(x, b, student_positions, tau, average)
-        q = chunk_mean(y, b, teacher_positions, tau, average)
+        p = chunk_mean(x, b, student_positions, tau, chunk_average)
+        q = chunk_mean(y, b, teacher_positions, tau, chunk_average)
         p_others = [p[i] for i in range(len(p)) if i not in student_ids]
         q_others = [q[i] for i in range(len(q)) if i not in teacher_ids]
         p_common = [p[i] for i in student_ids]
         q_common = [q[i] for i in teacher_ids]
-        if average == "p":
+        if chunk_average == "p":
             p_common.append(sum(p_others))
             q_common.append(sum(q_others))
         matched = kl(p_common, q_common) if reverse else kl(q_common, p_common)

@@ -92,10 +92,13 @@ def nemo_rl(data, case, x):
     flat = [side.flatten() for side in (labels, torch.zeros_like(chunks[1]), *chunks)]
     sub_tile = SubTile(slice(None), slice(None), *flat, terms)
     pair_loss = PairLoss(loss_fn, [1.0, 1.0], is_observed=loss.is_observed)
-    sums = TermSums(*pair_loss(x.flatten(0, 1), teacher.flatten(0, 1), sub_tile))
+    sums = pair_loss(x.flatten(0, 1), teacher.flatten(0, 1), sub_tile)
+    counted = TermSums(*sums.detach())
+    sums = TermSums(*sums)
     num_tokens, num_chunks = is_labeled.sum(), len(terms.first_S)
     ce, kd = sums.ce / num_tokens, sums.kd / num_chunks
-    metrics = {"accuracy": sums.correct / num_tokens, "proj_accuracy_t0": sums.agreed / num_chunks}
+    metrics = {"accuracy": counted.correct / num_tokens,
+               "proj_accuracy_t0": counted.agreed / num_chunks}
     if theirs["dynamic_loss_scaling"]:
         return teacher_mixing.dynamic_scale(ce, kd) * kd + ce, metrics
     return theirs["kl_loss_weight"] * kd + theirs["ce_loss_scale"] * ce, metrics

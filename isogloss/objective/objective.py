@@ -197,14 +197,15 @@ class PairLoss:
         if self.has_text and not sub_tile.on_policy:
             labels = sub_tile.student_labels
             # not argmax, which takes a CPU twice as long
-            correct = (student.detach().max(-1).indices == labels).sum().float()
+            likely = student.detach().max(-1).indices
+            correct = (likely == labels).sum(dtype=torch.float32)
             if self.weights[0]:
                 # Tiles hold labeled positions only, so no row has to be selected.
                 ce, _ = next_token_cross_entropy(student[None], labels[None], select=False)
         if self.kd_loss and self.weights[1]:
             agreement = Agreement()
             kd = self._kd(student, teacher, sub_tile, *[agreement] * self.is_observed)
-            agreed = agreement.count.float() if self.is_observed else zero
+            agreed = agreement.count if self.is_observed else zero
         rollout_kd = kd.detach() if sub_tile.on_policy else zero
         return torch.stack(TermSums(ce, kd, rollout_kd, correct, agreed))
 
@@ -232,7 +233,7 @@ class Agreement:
 
     def __call__(self, student_CK, teacher_CK):
         likely = [side.detach().max(-1).indices for side in (student_CK, teacher_CK)]
-        self.count = (likely[0] == likely[1]).sum()
+        self.count = (likely[0] == likely[1]).sum(dtype=torch.float32)
 
 
 def position_losses(part):
