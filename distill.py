@@ -27,9 +27,8 @@ import torch.distributed as dist
 import transformers
 
 from isogloss import build, once_in_a_while as once
-from isogloss.checkpoints.checkpoint import CannotSave
 from isogloss.data.workers import end_workers
-from isogloss.errors import DataError
+from isogloss.errors import CannotSave, DataError
 from isogloss.flags.parse import refusing
 from isogloss.inputs import check_inputs
 from isogloss.job import launch, rendezvous, watch
@@ -227,7 +226,7 @@ def train_step(state, micro_batches):
         if engine.was_step_applied():
             setup.source.follow(engine.module)
     # 4. what comes of global means, once the device has computed them
-    sums = Readback(device_sums(sums.flatten()).view(-1, 3))
+    sums = Readback(device_sums(sums.flatten()).view_as(sums))
     state.bad_steps.note(engine, sums, teacher_names(state))
     report = StepReport(state, counts, sums, kd_weights(state))
     report.others |= state.student.metrics() | {"lr": lr}
@@ -298,7 +297,7 @@ def loss_terms(state, batch, targets, weights):
     for teacher_batch, target, weight in zip(teachers, targets, weights.kd):
         terms.append(TeacherTerm(teacher_batch, target, weight))
     return LossTerms(weights.ce, terms, batch.student.tiles, state.sequence_group,
-                     state.engine.module.loss_parameters())
+                     state.engine.module.loss_parameters(), dump=state.dump_of(batch))
 
 
 def follow_scales(state, report):

@@ -25,6 +25,7 @@ from isogloss.job.transfers import Uploads
 from isogloss.job.watch import current_watch, ignore_stop_signals
 from isogloss.log import Waiting
 from isogloss.models.pretrained import load_config
+from isogloss.objective.loss_dump import LossDump
 from isogloss.student import checks
 from isogloss.student.engine import (
     EngineRunner,
@@ -74,6 +75,7 @@ class TrainState:
         data_seconds: for which this rank has waited for data since its last step.
         waiting: Waiting, which says so where that is long.
         uploads: Uploads of the micro-batches.
+        loss_dump: LossDump, or None.
     """
 
     cfg: Config
@@ -95,6 +97,7 @@ class TrainState:
     drafts: list | None = None
     data_seconds: float = 0.0
     waiting: Waiting = field(default_factory=Waiting)
+    loss_dump: LossDump | None = None
     uploads: Uploads = field(init=False)
 
     def __post_init__(self):
@@ -103,6 +106,10 @@ class TrainState:
     @property
     def engine(self):
         return self.student.engine
+
+    def dump_of(self, batch):
+        """Return what writes the losses of a Batch once they are known; None: nobody asks."""
+        return self.loss_dump and partial(self.loss_dump.write, self.steps_taken + 1, batch)
 
     def files_of_teachers(self, folder):
         """List (path in a checkpoint, TeacherSetup) of what steps have made of the teachers."""
@@ -147,8 +154,10 @@ def build_state(cfg, inputs, device, roles=None):
         load = load_teacher if student.computes_loss else load_silent
         for setup in inputs.teachers:
             setup.source = load(setup.spec)
+    names = [setup.name for setup in inputs.teachers]
     return TrainState(cfg, student, inputs.teachers, vocab, device, sequence_group=sequence_group,
-                      tasks=inputs.tasks)
+                      tasks=inputs.tasks,
+                      loss_dump=LossDump(cfg.dump_losses, names) if cfg.dump_losses else None)
 
 
 def prepare(state, inputs, roles, stack):

@@ -73,6 +73,8 @@ def check_results(cfg):
     check_shared(f"--output_dir {cfg.output_dir}", checkpoint_folder(cfg))
     if cfg.export:
         _check_on_rank_0(check_writable, f"--export {cfg.export}", _real_path(cfg.export).parent)
+    if cfg.dump_losses:
+        _check_on_rank_0(check_writable, f"--dump_losses {cfg.dump_losses}", cfg.dump_losses)
 
 
 def _check_on_rank_0(check, *args):

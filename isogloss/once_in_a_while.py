@@ -10,9 +10,10 @@ from functools import reduce
 import deepspeed
 import torch.distributed as dist
 
-from isogloss.checkpoints.checkpoint import CannotSave, checkpoint_name, save_checkpoint
+from isogloss.checkpoints.checkpoint import checkpoint_name, save_checkpoint
 from isogloss.checkpoints.model_card import license_rules
 from isogloss.checkpoints.run_identity import checkpoint_folder, run_identity, run_layout
+from isogloss.errors import CannotSave
 from isogloss.evaluation.evaluate import evaluate, metrics_of
 from isogloss.export import export_model, export_projection, projection_path
 from isogloss.flags.model_names import without_secrets

@@ -82,6 +82,11 @@ FLAGS = {
     "--skew_lambda=1": "compares the teacher with itself",
     "--dynamic_scale --ce_weight=0": "needs both losses, because",
     "--learn_projection --loss=gold": "only --loss projection_kl",
+    "--loss=projection_kl --chunk_average=logp --teacher_output=topk":
+        "--chunk_average logp: a mean of logarithms needs all of",
+    "--loss=uld --chunk_average=logp": "--chunk_average logp: no teacher of this run reads it",
+    "--loss=gold --chunk_average=log": "--chunk_average log: expected one of p, logp",
+    "--dump_losses={folder}/comma.json": "comma.json: nothing can be written to",
     "--kd_weight=0 --ce_weight=0": "nothing would be learned",
     "--loss=projection_kl --projection={folder}/comma.json": "comma.json",
     # layouts, lengths, models

@@ -33,6 +33,7 @@ from deepspeed.accelerator import get_accelerator
 from isogloss.checkpoints.convert import check_convertible, load_converted, place_step_counters
 from isogloss.checkpoints.unpickle import known_classes_only
 from isogloss.config import Config
+from isogloss.errors import CannotSave
 from isogloss.flags.model_names import without_secrets
 from isogloss.job.files import (
     files_in,
@@ -55,10 +56,6 @@ TORCH_WRITER = "inline_container", "iostream", "Parent directory"
 
 def checkpoint_name(step):
     return f"step_{step:07d}"
-
-
-class CannotSave(Exception):
-    """Report a checkpoint that cannot be written; those before it stay."""
 
 
 @contextmanager

@@ -5,6 +5,7 @@ are the numbers.  They also tell how much of the text is aligned, and why the re
 """
 
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -165,6 +166,21 @@ class Counts(Sums):
     samples: float = 0
     cut_samples: float = 0
     pairs: list = field(default_factory=list)
+
+
+class TermSums(NamedTuple):
+    """Name what a teacher's term adds up over a sub-tile, a micro-batch or a step.
+
+    ce, kd: cross-entropy and distillation loss, nats; rollout_kd: the part of kd in rollouts.
+    correct: tokens of the data that the student finds most likely.
+    agreed: chunks in which both models find most likely the same of what the loss compares.
+    """
+
+    ce: torch.Tensor | float
+    kd: torch.Tensor | float
+    rollout_kd: torch.Tensor | float
+    correct: torch.Tensor | float
+    agreed: torch.Tensor | float
 
 
 def mean_of(total, count):
