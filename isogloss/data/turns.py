@@ -16,6 +16,8 @@ from functools import lru_cache, partial
 from itertools import accumulate, count
 from typing import NamedTuple
 
+from isogloss.data.workers import in_bounds
+
 REASONING = "reasoning_content", "reasoning", "thinking"  # keys of what a message thought
 DATE = "strftime_now"  # what templates ask for the date
 THOUGHT_END = "</think>"  # of a thought in a content
@@ -51,11 +53,44 @@ def dated(template, day):
     return f"{{%- macro {DATE}(format) -%}}{{{{ {answers} }}}}{{%- endmacro -%}}{template}"
 
 
+def tried(encoders, function):
+    """Return function(encoder) of each TextEncoder, as JSON, whose chat templates write meanwhile.
+
+    They come with models, and may be endless or explode, so they do it in another process.
+
+    Raises:
+        ValueError: one does.
+    """
+    functions = []
+    for encoder in encoders:
+        encoder.is_tried = True  # as the other process sees it
+        functions.append((f"the chat template of {encoder.tokenizer.name_or_path}",
+                          partial(function, encoder)))
+    try:
+        return in_bounds(functions)
+    except ValueError as error:
+        for encoder in encoders:
+            encoder.is_tried = False
+        raise ValueError(f"{error}; repair chat_template in tokenizer_config.json, or "
+                         "chat_template.jinja") from None
+
+
+def write_short_chats(encoder):
+    """Let a chat template write what is asked of every one."""
+    write = Template(encoder).try_write
+    header_of(write)
+    behind_answer(write)
+
+
 class Template:
     """Write a chat, and parts of it, by a model's chat template.
 
+    The first one of an encoder is tried on short chats.
+
     Args:
         tools: list of objects that describe what the assistant may call; None: there are none.
+    Raises:
+        ValueError: see `tried`.
     """
 
     def __init__(self, encoder, tools=None):
@@ -63,7 +98,8 @@ class Template:
         self._options = template_options(encoder, tools)
         self._write = partial(encoder.tokenizer.apply_chat_template, tools=tools)
         self._shapes = SHAPES  # what it wanted of this chat first
-
+        if not encoder.is_tried:
+            tried([encoder], write_short_chats)
     def write(self, messages, is_prompt=False, **options):
         """Return what it makes of messages.
 
@@ -85,6 +121,8 @@ class Template:
                         self._shapes = sorted(SHAPES, key=lambda other: other is not shape)
                     return written
                 problem = problem or "it escapes quotation marks as on a web page"
+            except MemoryError:
+                raise
             except Exception as error:  # templates raise whatever they like
                 problem = problem or error
         what = "prompt" if is_prompt else "chat"
