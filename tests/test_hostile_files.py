@@ -10,6 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save, save_file
 
+from isogloss.checkpoints import model_card
 from isogloss.data import workers
 from isogloss.job.files import size_and_checksum
 from isogloss.teachers import cache_files, cached, packed_rows
@@ -267,3 +268,45 @@ def test_a_forged_cache_ends_with_one_line_in_bounds(caches, tmp_path, case):
     [line] = workers.in_bounds([("reading", lambda: read_cache(copy))])
     assert expected in line and "\n" not in line, line
     assert line.startswith("--teacher_cache ")
+
+
+# --- cards ----------------------------------------------------------------------------------------
+
+# every line stands for ten times as much as the one before
+LAUGHS = "a0: &a0 [b]\n" + "".join(
+    f"a{n + 1}: &a{n + 1} [{', '.join([f'*a{n}'] * 10)}]\n" for n in range(9))
+MERGED = "a0: &a0 {b: c}\n" + "".join(
+    f"a{n + 1}: &a{n + 1} {{<<: [{', '.join([f'*a{n}'] * 10)}]}}\n" for n in range(9))
+# {what is wrong: (front of the card, what is read of it)}
+CARDS = {
+    "lists of lists": (f"license: mit\n{LAUGHS}language: *a9", {}),
+    "objects of objects": (f"license: mit\n{MERGED}", {}),
+    "lists in lists": ("license: mit\na: " + "[" * 60_000, {}),
+    "long": ("license: mit\na: " + "b" * 2**24, {}),
+    "many keys": ("license: mit\n" + "".join(f"a{n}: b\n" for n in range(7_000)),
+                  {"license": "mit"}),
+    "code": ("license: !!python/object/apply:os.system [exit]", {}),
+    "words to a terminal": ("license: 'llama3 \\e[2J'\nlicense_name: \"llama3 \\e[2J\"",
+                            {"license": "llama3 \\e[2J", "license_name": "llama3 \ufffd[2J"}),
+    "an object as a license": ("license: {a: b}\nlanguage: [en, {a: b}, 7]", {"language": ["en"]}),
+    "a long license": ("license: " + "x" * 9_000, {"license": "x" * 200}),
+    "many languages": (f"language: [{'en, ' * 9_000}]", {"language": ["en"] * 200}),
+    "no object": ("- license", {}),
+}
+
+
+@pytest.mark.parametrize("case", CARDS)
+def test_a_card_of_others_is_read_in_bounds(tmp_path, case):
+    front, expected = CARDS[case]
+    (tmp_path / "README.md").write_text(f"---\n{front}\n---\n# A model\n")
+    model_card.card_of.cache_clear()
+    assert workers.in_bounds([("reading", lambda: model_card.card_of(str(tmp_path)))]) == [expected]
+
+
+def test_a_card_that_has_no_end_is_read_to_its_bound(tmp_path):
+    """A file with a hole, which takes no room."""
+    with open(tmp_path / "README.md", "wb") as file:
+        file.write(b"---\nlicense: mit\n---\n")
+        file.truncate(2**36)
+    [card] = workers.in_bounds([("reading", lambda: model_card.card_of(str(tmp_path)))])
+    assert card == {"license": "mit"}
