@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 import struct
 import zlib
 
@@ -10,10 +11,12 @@ import pytest
 import torch
 from safetensors.torch import load_file, save, save_file
 
+from conftest import ROOT
 from isogloss.checkpoints import model_card
-from isogloss.data import workers
+from isogloss.data import long_texts, order, workers
+from isogloss.evaluation import code_tasks
 from isogloss.job.files import size_and_checksum
-from isogloss.teachers import cache_files, cached, packed_rows
+from isogloss.teachers import cache_checks, cache_files, cached, packed_rows, text_server
 from isogloss.teachers.model import ModelSpec, truncate
 
 VOCAB, TOP_K, HIDDEN = 70_000, 9, 4
@@ -310,3 +313,36 @@ def test_a_card_that_has_no_end_is_read_to_its_bound(tmp_path):
         file.truncate(2**36)
     [card] = workers.in_bounds([("reading", lambda: model_card.card_of(str(tmp_path)))])
     assert card == {"license": "mit"}
+
+
+# --- the list -------------------------------------------------------------------------------------
+
+# {what of others is checked, of docs/limits.md: the numbers there}
+LIST = {
+    "a model's chat template, in every command":
+        [workers.TRIAL_SECONDS, workers.TRIAL_BYTES >> 30, order.CHATS_TO_TRY],
+    "what it writes of later chats":
+        [long_texts.MOST_CHARACTERS, workers.TRAINING_TIMEOUT.total_seconds() // 60],
+    "a model's code": [],
+    "a model's weights": [],
+    "a cache of a hub": [cache_checks.MOST_CHARACTERS, packed_rows.MOST_NUMBERS],
+    "a base model's card": [model_card.MOST_CARD],
+    "a projection": [],
+    "tables in `ISOGLOSS_CACHE`": [],
+    "a checkpoint": [],
+    "EvalPlus' files": [code_tasks.MOST_ROW, code_tasks.MOST_FILE],
+    "a server's answer": [text_server.MOST_BYTES, text_server.BYTES_PER_ENTRY],
+    "a program that a student writes": [],
+}
+
+
+def test_what_is_checked_of_others_is_listed_with_its_bounds_and_tests():
+    """Nothing leaves the list without a change here."""
+    listed = {}
+    for line in (ROOT / "docs" / "limits.md").read_text().splitlines():
+        found = re.fullmatch(r"\| (.*) \| (.*) \| \[(test_\w+.py)\]\(.*\) `(test_\w+)` \|", line)
+        if found:
+            what, bounds, file, test = found.groups()
+            listed[what] = [int(n.replace(",", "")) for n in re.findall(r"\d[\d,]*", bounds)]
+            assert f"def {test}(" in (ROOT / "tests" / file).read_text(), what
+    assert listed == LIST
