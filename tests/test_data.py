@@ -11,6 +11,7 @@ import torch
 
 from isogloss.data import order, workers as processes
 from isogloss.data.open_data import load_dataset
+from isogloss.data.turns import SkippedChat, Template
 from isogloss.data.workers import Loader
 from isogloss.errors import DataError
 from isogloss.log import Waiting
@@ -92,6 +93,17 @@ def test_a_template_that_does_harm_is_refused(tokenizers, monkeypatch, template,
     with pytest.raises(ValueError, match=HARMFUL[template]) as error:
         order.check_templates(dataset, READER, encoders)
     assert "\n" not in str(error.value)
+
+
+def test_a_chat_too_large_for_memory_is_skipped_later(tokenizers):
+    """Where the first chats are harmless, one of them all costs no job."""
+    [encoder, _] = with_templates(tokenizers)
+    encoder.tokenizer.chat_template = (
+        "{% if 'large' in messages[0].content %}{{ 'a' * 10 ** 15 }}{% endif %}{{ messages }}")
+    template = Template(encoder)
+    assert template.write([{"role": "user", "content": "small"}])
+    with pytest.raises(SkippedChat):
+        template.write([{"role": "user", "content": "large"}])
 
 
 def test_a_trial_that_is_killed_ends_alone():

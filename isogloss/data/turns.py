@@ -63,16 +63,20 @@ def tried(encoders, function):
     """
     functions = []
     for encoder in encoders:
-        encoder.is_tried = True  # as the other process sees it
+        encoder.trial = "now"  # as the other process sees it
         functions.append((f"the chat template of {encoder.tokenizer.name_or_path}",
                           partial(function, encoder)))
+    result = ""
     try:
-        return in_bounds(functions)
+        answers = in_bounds(functions)
+        result = "passed"
+        return answers
     except ValueError as error:
-        for encoder in encoders:
-            encoder.is_tried = False
         raise ValueError(f"{error}; repair chat_template in tokenizer_config.json, or "
                          "chat_template.jinja") from None
+    finally:
+        for encoder in encoders:
+            encoder.trial = result
 
 
 def write_short_chats(encoder):
@@ -98,8 +102,10 @@ class Template:
         self._options = template_options(encoder, tools)
         self._write = partial(encoder.tokenizer.apply_chat_template, tools=tools)
         self._shapes = SHAPES  # what it wanted of this chat first
-        if not encoder.is_tried:
+        self._encoder = encoder
+        if not encoder.trial:
             tried([encoder], write_short_chats)
+
     def write(self, messages, is_prompt=False, **options):
         """Return what it makes of messages.
 
@@ -121,9 +127,9 @@ class Template:
                         self._shapes = sorted(SHAPES, key=lambda other: other is not shape)
                     return written
                 problem = problem or "it escapes quotation marks as on a web page"
-            except MemoryError:
-                raise
             except Exception as error:  # templates raise whatever they like
+                if self._encoder.trial == "now" and isinstance(error, MemoryError):
+                    raise
                 problem = problem or error
         what = "prompt" if is_prompt else "chat"
         raise SkippedChat(f"the chat template of {self.name} refuses a {what}: {problem}")
