@@ -3,6 +3,7 @@
 import json
 import math
 import re
+import shutil
 import struct
 import zlib
 
@@ -15,6 +16,7 @@ from conftest import ROOT
 from isogloss.checkpoints import model_card
 from isogloss.data import long_texts, order, workers
 from isogloss.evaluation import code_tasks
+from isogloss.inputs import load_text_encoder
 from isogloss.job.files import size_and_checksum
 from isogloss.teachers import cache_checks, cache_files, cached, packed_rows, text_server
 from isogloss.teachers.model import ModelSpec, truncate
@@ -313,6 +315,21 @@ def test_a_card_that_has_no_end_is_read_to_its_bound(tmp_path):
         file.truncate(2**36)
     [card] = workers.in_bounds([("reading", lambda: model_card.card_of(str(tmp_path)))])
     assert card == {"license": "mit"}
+
+
+# --- JSON that is nested too deep -----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("file", ["adapter_config.json", "config.json", "generation_config.json",
+                                  "tokenizer_config.json", "tokenizer.json"])
+def test_deep_files_of_a_model_end_with_one_line(models, tmp_path, file):
+    model = shutil.copytree(models[0], tmp_path / "model")
+    if file == "adapter_config.json":
+        (model / "config.json").unlink()
+    (model / file).write_text("[" * 10**6)
+    with pytest.raises(ValueError, match=f"--student {model}: .*cannot be (read|loaded)") as error:
+        load_text_encoder("student", str(model), 100)
+    assert "\n" not in str(error.value)
 
 
 # --- the list -------------------------------------------------------------------------------------

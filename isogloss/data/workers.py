@@ -224,7 +224,7 @@ def _try(functions, parent, connection):
             except MemoryError:
                 answer = f"takes more than {TRIAL_BYTES >> 30} GiB of memory", None
             connection.send_bytes(json.dumps(answer).encode())
-    except BaseException:  # a bug of ours
+    except Exception:  # a bug of ours
         traceback.print_exc()
     finally:
         os._exit(1)  # what was inherited is not this process's to clean up
