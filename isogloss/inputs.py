@@ -37,7 +37,7 @@ from isogloss.data import open_data, order
 from isogloss.data.batch import Collator, PairOptions
 from isogloss.data.chat import first_ids
 from isogloss.data.checks import check_column, has_text, lengths_of
-from isogloss.data.ends import load_generation, stop_ids
+from isogloss.data.ends import load_generation, stop_ids, taught_ends
 from isogloss.data.long_texts import MOST_CHARACTERS, fits, leave_out_tails
 from isogloss.data.mixture import Mixture, Source, seed_of, sources_of
 from isogloss.data.rollouts import SkippedPrompt, build_prompter
@@ -305,6 +305,8 @@ def load_text_encoder(role, path, max_length, trust_remote_code=False, template_
     generation = load_generation(role, path, config, tokenizer)
     encoder = TextEncoder(
         tokenizer, table, max_length or context, template_kwargs or {}, generation)
+    if role == "student":
+        taught_ends(encoder)  # which its chat template says
     return encoder, config
 
 

@@ -113,7 +113,7 @@ def _rows_of_head(place, revision):
                            _raise_exceptions_for_connection_errors=False)
         config = json.loads(Path(path).read_text(encoding="utf-8"))
         num_rows = config.get("vocab_size") or config["text_config"]["vocab_size"]
-    except (OSError, ValueError, TypeError, KeyError, AttributeError):
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError):
         return None
     return num_rows if type(num_rows) is int and num_rows > 0 else None
 

@@ -338,8 +338,8 @@ def test_the_date_is_that_of_the_run_or_of_its_cache_or_today(tmp_path):
     flags = {"student": "s", "data": "d", "output_dir": str(run)}
     today = date.today().isoformat()
     assert first_date(Config(teacher="t", **flags)) in (today, date.today().isoformat())
-    manifest = dict.fromkeys(field.name for field in fields(Manifest))
-    manifest |= {"format": FORMAT, "date": "2026-03-01"}
+    manifest = {field.name: field.type() for field in fields(Manifest)}
+    manifest |= {"format": FORMAT, "date": "2026-03-01", "temperature": 1, "texts_per_shard": 1}
     (cache / "manifest.json").write_text(json.dumps(manifest))
     cached = flags | {"teacher_cache": str(cache)}
     assert first_date(Config(**cached)) == "2026-03-01"

@@ -10,7 +10,7 @@ import math
 import warnings
 from collections import Counter
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 
 import datasets
 import numpy as np
@@ -33,7 +33,7 @@ from isogloss.data.open_data import STRINGS, column_names, first_rows
 from isogloss.data.rollouts import OldRollout, Prompter, SkippedPrompt
 from isogloss.data.sample import encode_text
 from isogloss.data.stream import StreamedExamples, take_sample
-from isogloss.data.turns import SkippedChat, Template, doubts
+from isogloss.data.turns import SkippedChat, Template, doubts, tried, write_short_chats
 from isogloss.data.workers import worker_of
 from isogloss.errors import DataError
 
@@ -53,23 +53,32 @@ def check_templates(dataset, reader, encoders):
     rows = first_rows(dataset, CHATS_TO_TRY, reader.text_key, reader.source)
     for number, row in enumerate(rows):
         examples.append(reader(row, number))
-    for encoder in encoders:
-        errors = []
-        for example in examples:
-            try:
-                chat_text(example.content, Template(encoder, example.tools))
-                break  # chats that are refused later are skipped and counted
-            except SkippedChat as error:
-                errors.append(error)
+    encoders = list(encoders)
+    answers = tried(encoders, partial(_try_chats, examples))
+    for encoder, (errors, found) in zip(encoders, answers, strict=True):
         if examples and len(errors) == len(examples):
             raise ValueError(f"{errors[0]}; it refuses the other {len(examples) - 1} of the first "
                              "chats too; repair the chats or the template")
-        found = Counter()
-        for example in examples:
-            found.update(doubts(example.content, encoder, example.tools))
         for doubt, count in found.items():
             warnings.warn(f"the chat template of {encoder.tokenizer.name_or_path} {doubt} "
                           f"({count} of the first {len(examples)} chats)", stacklevel=2)
+
+
+def _try_chats(examples, encoder):
+    """Return (why the template refuses chats before the first that it takes, {doubt: chats})."""
+    write_short_chats(encoder)
+    errors = []
+    for example in examples:
+        try:
+            chat_text(example.content, Template(encoder, example.tools))
+            break  # chats that are refused later are skipped and counted
+        except SkippedChat as error:
+            errors.append(str(error))
+    found = Counter()
+    for example in examples:
+        Template(encoder, example.tools).try_write(example.content, is_prompt=True)
+        found.update(doubts(example.content, encoder, example.tools))
+    return errors, found
 
 
 def check_learned(dataset, reader, student, train_on):

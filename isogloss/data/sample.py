@@ -58,6 +58,7 @@ class TextEncoder:
         template_kwargs: what its chat template is told beside a chat.
         generation: what its generation_config.json says; see `ends`.
         frames: {roles: `chat.Frame` of the chat template}, as they are found.
+        trial: of the chat template, "now" or "passed"; see `turns.tried`.
     """
 
     tokenizer: object
@@ -66,6 +67,7 @@ class TextEncoder:
     template_kwargs: dict = field(default_factory=dict)
     generation: dict = field(default_factory=dict)
     frames: dict = field(default_factory=dict, init=False)
+    trial: str = field(default="", init=False)
 
     def coded(self, texts, **options):
         """Return what the tokenizer makes of a text or of several, without special tokens."""

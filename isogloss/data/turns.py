@@ -16,6 +16,8 @@ from functools import lru_cache, partial
 from itertools import accumulate, count
 from typing import NamedTuple
 
+from isogloss.data.workers import in_bounds
+
 REASONING = "reasoning_content", "reasoning", "thinking"  # keys of what a message thought
 DATE = "strftime_now"  # what templates ask for the date
 THOUGHT_END = "</think>"  # of a thought in a content
@@ -51,11 +53,48 @@ def dated(template, day):
     return f"{{%- macro {DATE}(format) -%}}{{{{ {answers} }}}}{{%- endmacro -%}}{template}"
 
 
+def tried(encoders, function):
+    """Return function(encoder) of each TextEncoder, as JSON, whose chat templates write meanwhile.
+
+    They come with models, and may be endless or explode, so they do it in another process.
+
+    Raises:
+        ValueError: one does.
+    """
+    functions = []
+    for encoder in encoders:
+        encoder.trial = "now"  # as the other process sees it
+        functions.append((f"the chat template of {encoder.tokenizer.name_or_path}",
+                          partial(function, encoder)))
+    result = ""
+    try:
+        answers = in_bounds(functions)
+        result = "passed"
+        return answers
+    except ValueError as error:
+        raise ValueError(f"{error}; repair chat_template in tokenizer_config.json, or "
+                         "chat_template.jinja") from None
+    finally:
+        for encoder in encoders:
+            encoder.trial = result
+
+
+def write_short_chats(encoder):
+    """Let a chat template write what is asked of every one."""
+    write = Template(encoder).try_write
+    header_of(write)
+    behind_answer(write)
+
+
 class Template:
     """Write a chat, and parts of it, by a model's chat template.
 
+    The first one of an encoder is tried on short chats.
+
     Args:
         tools: list of objects that describe what the assistant may call; None: there are none.
+    Raises:
+        ValueError: see `tried`.
     """
 
     def __init__(self, encoder, tools=None):
@@ -63,6 +102,9 @@ class Template:
         self._options = template_options(encoder, tools)
         self._write = partial(encoder.tokenizer.apply_chat_template, tools=tools)
         self._shapes = SHAPES  # what it wanted of this chat first
+        self._encoder = encoder
+        if not encoder.trial:
+            tried([encoder], write_short_chats)
 
     def write(self, messages, is_prompt=False, **options):
         """Return what it makes of messages.
@@ -86,6 +128,8 @@ class Template:
                     return written
                 problem = problem or "it escapes quotation marks as on a web page"
             except Exception as error:  # templates raise whatever they like
+                if self._encoder.trial == "now" and isinstance(error, MemoryError):
+                    raise
                 problem = problem or error
         what = "prompt" if is_prompt else "chat"
         raise SkippedChat(f"the chat template of {self.name} refuses a {what}: {problem}")
