@@ -4,6 +4,7 @@ Whatever a library raises about such files becomes a ValueError that names the f
 the reason.  Code that comes with a model runs with --trust_remote_code alone.
 """
 
+import contextlib
 import re
 
 import torch
@@ -12,6 +13,7 @@ from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoModelForCa
 from isogloss.flags.model_names import read_model_name
 from isogloss.models.adapters import adapter_of, add_adapter, load_adapter, merge_into
 from isogloss.models.quantized import unpacked_layer
+from isogloss.models.tied import check_code, untie_as_files_do
 from isogloss.projection_tools.tokenizers import reading
 
 # Heads of models that read a text from both sides.
@@ -34,6 +36,26 @@ def load_config(role, path, trust_remote_code=False):
         text_config = config.get_text_config()
     _check_kind(role, path, config)
     _check_sizes(role, path, text_config)
+    return config
+
+
+def config_of_weights(role, path, trust_remote_code=False):
+    """Return the config of a model as its weights are: tied only where these are.
+
+    Raises:
+        ValueError: see `load_config`; or the weights cannot be read.
+    """
+    config = load_config(role, path, trust_remote_code)
+    if not quantization_of(config):  # such a model is loaded whole, and transformers sees it
+        untie_as_files_do(role, path, config, trust_remote_code)
+    return config
+
+
+def config_of_weights_here(role, path, trust_remote_code=False):
+    """Return the same for whoever does not go on to read the weights, which may be absent."""
+    config = load_config(role, path, trust_remote_code)
+    with contextlib.suppress(ValueError):
+        untie_as_files_do(role, path, config, trust_remote_code, download=False)
     return config
 
 
@@ -97,9 +119,10 @@ def load_model(role, path, trust_remote_code=False, adapter=None, **options):
         ValueError: a file cannot be read; names or shapes do not belong to the config.
     """
     name = read_model_name(role, path)
+    config = config_of_weights(role, path, trust_remote_code)
     with reading(role, path, "its weights"):
         model, info = AutoModelForCausalLM.from_pretrained(
-            name.base, revision=name.revision, trust_remote_code=trust_remote_code,
+            name.base, revision=name.revision, trust_remote_code=trust_remote_code, config=config,
             output_loading_info=True,
             ignore_mismatched_sizes=True, **options)  # they are refused below, by name
     wrong = _wrong_names(info, model)
@@ -215,6 +238,7 @@ def check_weights(role, path, trust_remote_code=False, adapter=None, *, attentio
             raise ValueError(f"{error}; --from_scratch starts from random weights") from None
         raise
     check_attention(role, path, model, attention)
+    check_code(role, path, model)
     if adapter and adapter_of(model) is None:
         add_adapter(f"lora_r {adapter.r}", model, adapter)
 
