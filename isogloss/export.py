@@ -21,7 +21,6 @@ from isogloss.command import tool
 if __name__ == "__main__":  # flags come before torch is imported
     raise SystemExit(tool("export"))
 
-import torch
 import torch.distributed as dist
 from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, GenerationConfig

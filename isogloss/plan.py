@@ -75,8 +75,8 @@ from isogloss.flags.model_names import read_model_name
 from isogloss.flags.parse import parse_flags, shipped
 from isogloss.job.layout import Roles, check_teacher_ranks, teacher_groups
 from isogloss.models.pretrained import config_of_weights_here
-from isogloss.models.tied import empty_model, is_tied
 from isogloss.models.quantized import BYTES
+from isogloss.models.tied import empty_model, is_tied
 from isogloss.student.ds_config import batch_sizes, read_ds_config, resolve_ds_config
 from isogloss.student.stages import check_pipeline_layout, num_weights
 from isogloss.student.ulysses import check_sequence_layout

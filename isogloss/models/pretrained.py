@@ -6,6 +6,7 @@ the reason.  Code that comes with a model runs with --trust_remote_code alone.
 
 import contextlib
 import re
+from pathlib import Path
 
 import torch
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoModelForCausalLM
@@ -20,7 +21,8 @@ from isogloss.projection_tools.tokenizers import reading
 TWO_SIDED = "ForMaskedLM", "ForPreTraining"
 # Masks and constants that earlier versions of transformers wrote beside the weights.
 OLD_BUFFERS = re.compile(r"(masked_bias|(attn|attention)\.bias|inv_freq|position_ids)$")
-NAMES_SHOWN = 3  # of tensors, in a message
+NAMES_SHOWN = 3  # of tensors or files, in a message
+WEIGHTS = {".safetensors", ".bin", ".pt", ".pth", ".gguf", ".ckpt", ".h5", ".msgpack", ".npz"}
 
 
 def load_config(role, path, trust_remote_code=False):
@@ -234,13 +236,24 @@ def check_weights(role, path, trust_remote_code=False, adapter=None, *, attentio
         # there a tensor is a shape
         model = load_model(role, path, trust_remote_code, adapter, device_map="meta")
     except ValueError as error:
-        if role == "student" and "no file named" in str(error):
-            raise ValueError(f"{error}; --from_scratch starts from random weights") from None
+        if "no file named" in str(error):
+            raise ValueError(_without_weights(role, path, error)) from None
         raise
     check_attention(role, path, model, attention)
     check_code(role, path, model)
     if adapter and adapter_of(model) is None:
         add_adapter(f"lora_r {adapter.r}", model, adapter)
+
+
+def _without_weights(role, path, error):
+    """Return what to say of a directory in which transformers finds no weights."""
+    base = Path(read_model_name(role, path).base).expanduser()
+    files = sorted(file.name for file in base.iterdir() if file.suffix in WEIGHTS)
+    if files:  # --from_scratch would train noise in their place
+        return (f"--{role} {path}: holds {_some(files)}, but no model.safetensors, nor a "
+                "model.safetensors.index.json by which shards are read; fetch that file of the "
+                "model, too, or write the model anew with save_pretrained")
+    return f"{error}; --from_scratch starts from random weights" if role == "student" else error
 
 
 def check_random(path, trust_remote_code=False, attention="auto"):

@@ -59,8 +59,9 @@ def untie_as_weights_do(config, weights, trust_remote_code=False):
     Raises:
         ValueError: the code of the model ties them, whatever its config says.
     """
-    if _names_of_one(config, weights, trust_remote_code):
-        untie(config)
+    if not _names_of_one(config, weights, trust_remote_code):
+        return
+    untie(config)
     names = _names_of_one(config, weights, trust_remote_code)
     if names:
         raise ValueError(f"the code of the model ties {' and '.join(names)}, which were trained "
@@ -119,11 +120,13 @@ def _names_apart(name, config, trust_remote_code, download):
         trust_remote_code=trust_remote_code, ignore_mismatched_sizes=True, dtype=torch.float32,
         local_files_only=not download)
     with _whole_and_silent():
-        model = load(device_map="meta")
+        model, info = load(device_map="meta", output_loading_info=True)
+        of_another_shape = {name for name, *_ in info["mismatched_keys"]}  # `load_model` refuses
         devices = {"": "meta"}
         for pair in model.all_tied_weights_keys.items():
             # an end that the files lack is the other end by now
-            if len({id(model.get_parameter(end)) for end in pair}) == 2:
+            are_two = len({id(model.get_parameter(end)) for end in pair}) == 2
+            if are_two and not of_another_shape.intersection(pair):
                 devices |= {end.rpartition(".")[0]: "cpu" for end in pair}
         if len(devices) == 1:
             return []
