@@ -841,9 +841,14 @@ def configs_by_teacher(cfg):
         check_entry("teachers", entry, name, ("name", "weight", "routes", *keys), configs)
         _check_teacher(cfg, entry, name)
         flags = {keys[key]: value for key, value in entry.items() if key in keys}
+        if entry.get("model") not in ("self", cfg.student):  # the flag is of those that are
+            flags.setdefault("teacher_ema", 1.0)
         # replace() runs the checks of Config again, with this teacher's values
         weight = cfg.kd_weight * entry.get("weight", 1.0)
         configs[name] = replace(cfg, teachers="", route_key="", kd_weight=weight, **flags)
+    if cfg.teacher_ema < 1 and all(each.teacher_ema == 1 for each in configs.values()):
+        raise ValueError(f"--teacher_ema {cfg.teacher_ema}: follows the student, and no teacher of "
+                         '--teachers does; add {"model": "self"}, or leave it out')
     return configs
 
 
