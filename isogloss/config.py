@@ -107,8 +107,8 @@ class ModelFlags:
     freeze_router: bool = flag(
         False, "do not train what chooses the experts of a mixture, and balance nothing.")
     trust_remote_code: bool = flag(
-        False, "run the Python code that comes with a student or a teacher, which can do "
-        "anything. false refuses models that need it.")
+        False, "run the Python code that comes with a model, or that a YAML file in eval_task_data "
+        "names, which can do anything. false refuses what needs it.")
     attention: str = flag(
         "auto", "how student and teachers attend: sdpa, flash_attention_2 (needs a GPU, half "
         "precision and the package flash-attn), eager, or auto: sdpa where a model has it. With "
