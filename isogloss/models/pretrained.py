@@ -241,6 +241,7 @@ def check_weights(role, path, trust_remote_code=False, adapter=None, *, attentio
         raise
     check_attention(role, path, model, attention)
     check_code(role, path, model)
+    model.tie_weights()  # what files name twice: without values transformers leaves it apart
     if adapter and adapter_of(model) is None:
         add_adapter(f"lora_r {adapter.r}", model, adapter)
 

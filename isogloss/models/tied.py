@@ -5,7 +5,7 @@ that transformers has three answers: it leaves the two apart, under ZeRO-3 it dr
 and a model that is made of the config has one weight for both.  Here such a config is untied before
 anyone uses it, so that the model that is trained, cut, copied and exported is that of the files.
 
-Tests: tests/test_tied.py.
+Tests: tests/test_tied.py, tests/test_tied_exports.py.
 """
 
 import contextlib
