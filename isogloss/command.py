@@ -231,7 +231,6 @@ class TaskArgs(TaskOptions):
     dtype: str = flag(
         "auto", "auto (that of the files), float32, bfloat16 or float16.",
         choices=("auto", "float32", "bfloat16", "float16"))
-    trust_remote_code: bool = flag(False, "run Python code that comes with the model.")
 
     def __post_init__(self):
         super().__post_init__()

@@ -113,8 +113,8 @@ class ModelFlags:
     freeze_router: bool = flag(
         False, "do not train what chooses the experts of a mixture, and balance nothing.")
     trust_remote_code: bool = flag(
-        False, "run the Python code that comes with a student or a teacher, which can do "
-        "anything. false refuses models that need it.")
+        False, "run the Python code that comes with a model, or that a YAML file in eval_task_data "
+        "names, which can do anything. false refuses what needs it.")
     attention: str = flag(
         "auto", "how student and teachers attend: sdpa, flash_attention_2 (needs a GPU, half "
         "precision and the package flash-attn), eager, or auto: sdpa where a model has it. With "
@@ -854,9 +854,14 @@ def configs_by_teacher(cfg):
         check_entry("teachers", entry, name, ("name", "weight", "routes", *keys), configs)
         _check_teacher(cfg, entry, name)
         flags = {keys[key]: value for key, value in entry.items() if key in keys}
+        if entry.get("model") not in ("self", cfg.student):  # the flag is of those that are
+            flags.setdefault("teacher_ema", 1.0)
         # replace() runs the checks of Config again, with this teacher's values
         weight = cfg.kd_weight * entry.get("weight", 1.0)
         configs[name] = replace(cfg, teachers="", route_key="", kd_weight=weight, **flags)
+    if cfg.teacher_ema < 1 and all(each.teacher_ema == 1 for each in configs.values()):
+        raise ValueError(f"--teacher_ema {cfg.teacher_ema}: follows the student, and no teacher of "
+                         '--teachers does; add {"model": "self"}, or leave it out')
     return configs
 
 

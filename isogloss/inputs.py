@@ -345,7 +345,7 @@ def load_student_tasks(cfg, student, config):
             data=cfg.eval_task_data, shots=cfg.eval_task_shots, limit=cfg.eval_task_limit,
             batch_size=cfg.eval_task_batch, samples=cfg.eval_task_samples,
             temperature=cfg.eval_task_temperature, seed=cfg.seed,
-            allow_unsafe_code=cfg.allow_unsafe_code)
+            allow_unsafe_code=cfg.allow_unsafe_code, trust_remote_code=cfg.trust_remote_code)
         encoder = TaskEncoder(student.tokenizer, config, stop_ids(student))
         return load_suite(cfg.eval_tasks.split(","), options, encoder, rank=dist.get_rank(),
                           size=dist.get_world_size())

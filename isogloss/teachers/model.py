@@ -510,7 +510,7 @@ def load_replicated(spec):
 def load_tensor_parallel(spec):
     """Shard a model over neighboring ranks by DeepSpeed's inference engine."""
     replica = Replica(spec.degree)
-    config = _config(spec)
+    config = pretrained.config_of_weights("teacher", spec.path, spec.trust_remote_code)
     with contextlib.ExitStack() as stack:
         # DeepSpeed prints every layer that it shards
         stack.enter_context(contextlib.redirect_stdout(io.StringIO()))
