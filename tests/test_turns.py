@@ -36,7 +36,7 @@ CHATML_PROMPT = "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %
 
 def words_of(rendering, number):
     """Return what the assistant says in a turn of a Rendering."""
-    turn = rendering.turns[number]
+    [turn] = [turn for turn in rendering.turns if turn.message == number]
     return rendering.data[turn.begin : turn.end].decode(errors="replace")
 
 
@@ -195,7 +195,7 @@ def encoder(tokenizers):
 def what_generates(chat, tokenizer, tools):
     """Return (S,) bool: tokens in the blocks, and a header behind them that ends the turn.
 
-    Where nothing is left of a message but its end, nothing is learned.
+    Where nothing is written of a call or a thought alone, nothing is learned.
     """
     coded = tokenizer.apply_chat_template(chat, tools=tools, return_dict=True,
                                           return_assistant_tokens_mask=True)
@@ -207,7 +207,9 @@ def what_generates(chat, tokenizer, tools):
     turns = [message for message in chat if message["role"] == "assistant"]
     blocks = np.flatnonzero(np.diff(mask, prepend=False, append=False)).reshape(-1, 2)
     for message, (begin, end) in zip(turns, blocks):
-        mask[begin:end] &= end - begin > 1 or message.keys() == {"role", "content"}
+        emptied = [says() if other is message else other for other in chat]
+        without = tokenizer.apply_chat_template(emptied, tools=tools, tokenize=False)
+        mask[begin:end] &= bool(message["content"]) or message == says() or without != text
     headers = tokenizer.convert_tokens_to_ids(["<|user|>", "<|observation|>"])
     follows = np.isin(coded["input_ids"], headers) & np.append(False, mask[:-1])
     return mask | follows
