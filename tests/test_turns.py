@@ -11,16 +11,18 @@ import re
 from dataclasses import fields
 from datetime import date
 
+import jinja2
 import numpy as np
 import pytest
 from transformers import AutoTokenizer
 
 from conftest import asset
 from isogloss.align import TokenTable
+from isogloss.align_dp import common_spans
 from isogloss.config import Config, template_kwargs
 from isogloss.data.chat import encode_chat, render
 from isogloss.data.sample import TextEncoder
-from isogloss.data.turns import Template, common_spans, doubts
+from isogloss.data.turns import Template, doubts
 from isogloss.inputs import first_date
 from isogloss.teachers.cache_files import FORMAT, Manifest
 
@@ -207,9 +209,13 @@ def what_generates(chat, tokenizer, tools):
     turns = [message for message in chat if message["role"] == "assistant"]
     blocks = np.flatnonzero(np.diff(mask, prepend=False, append=False)).reshape(-1, 2)
     for message, (begin, end) in zip(turns, blocks):
-        emptied = [says() if other is message else other for other in chat]
-        without = tokenizer.apply_chat_template(emptied, tools=tools, tokenize=False)
-        mask[begin:end] &= bool(message["content"]) or message == says() or without != text
+        if not message["content"] and message != says():
+            emptied = [says() if other is message else other for other in chat]
+            try:
+                without = tokenizer.apply_chat_template(emptied, tools=tools, tokenize=False)
+            except jinja2.UndefinedError:  # its result names the call
+                continue
+            mask[begin:end] &= without != text
     headers = tokenizer.convert_tokens_to_ids(["<|user|>", "<|observation|>"])
     follows = np.isin(coded["input_ids"], headers) & np.append(False, mask[:-1])
     return mask | follows

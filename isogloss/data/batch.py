@@ -555,6 +555,7 @@ def count_samples(counts, samples):
     for sample in samples:
         counts.samples += sample.has_labels
         counts.cut_samples += sample.has_labels and not (sample.student.labels >= 0).any()
+        counts.overlapping_turns += sample.num_overlaps
 
 
 def count_reading(counts, samples, number, labels, sample_of_position, counts_bytes):

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import numpy as np
 
 from isogloss.align import Located, Region, align_regions, character_starts, locate
-from isogloss.align_dp import align_dp
+from isogloss.align_dp import align_dp, common_spans
 from isogloss.data.ends import turn_ends
 from isogloss.data.long_texts import MOST_CHARACTERS, fits
 from isogloss.data.sample import EncodedText, bytes_of_tokens
@@ -20,7 +20,6 @@ from isogloss.data.turns import (
     SkippedChat,
     Stretch,
     Template,
-    common_spans,
     stretches,
     thought_of,
 )
@@ -318,10 +317,12 @@ def encode_chat(messages, rendering, encoder, train_on=None, context=0):
     num_bytes[encoder.table.special[rendering.ids]] = -1
     behind = _tokens_behind(context, rendering)
     if train_on is None:
-        return EncodedText(rendering.ids, rendering.located, np.where(behind, num_bytes, -1))
+        return EncodedText(rendering.ids, rendering.located, np.where(behind, num_bytes, -1),
+                           num_overlaps=rendering.num_overlaps)
     learned = behind if train_on == "all" else _assistant_tokens(messages, rendering, context)
     num_bytes = np.where(learned, num_bytes, -1)
-    return EncodedText(rendering.ids, rendering.located, num_bytes, learned)
+    return EncodedText(rendering.ids, rendering.located, num_bytes, learned,
+                       num_overlaps=rendering.num_overlaps)
 
 
 def _assistant_tokens(messages, rendering, context):

@@ -14,9 +14,7 @@ import json
 import re
 from collections.abc import Callable
 from datetime import date
-from difflib import SequenceMatcher
 from functools import lru_cache, partial
-from itertools import accumulate, count
 from typing import NamedTuple
 
 REASONING = "reasoning_content", "reasoning", "thinking"  # keys of what a message thought
@@ -29,7 +27,6 @@ QUESTION = [{"role": "user", "content": "a"}]
 ANSWER = {"role": "assistant", "content": MARK}
 CALL = {"type": "function", "function": {"name": "a", "arguments": {}}}
 UNIT = re.compile(r"<[^<>\s]*>|\[[^\[\]\s]*\]|\w+|\s|[^\w\s]")  # marks and words, as a whole
-WORD = re.compile(r"\s+|\w+|[^\w\s]")
 
 
 class SkippedChat(ValueError):
@@ -135,7 +132,7 @@ def _with_text_arguments(messages):
 def _with_ids(messages):
     """Name calls and their results by nine letters, as Mistral's templates want it."""
     changed = []
-    numbers = count()
+    numbers = itertools.count()
     names = {}
     waiting = []  # calls without a result so far
     for message in messages:
@@ -280,22 +277,58 @@ class Piece(NamedTuple):
 
 def _pieces(messages, text, write):
     """List the Pieces of a rendering of messages, in its order."""
-    pieces = []
+    parts = []  # (number of its message, Part)
     for number, message in enumerate(messages):
-        for part in _parts(message):
-            def rewrite(words, number=number, message=message, part=part):
-                chat = [*messages[:number], message | part.put(words), *messages[number + 1 :]]
-                other = write(chat, False)
-                return other if other and MARK in other else None
+        parts += [(number, part) for part in _parts(message)]
+    known = _places_at_once(parts, messages, text, write)
+    pieces = []
+    for index, (number, part) in enumerate(parts):
+        if index in known:
+            pieces += [Piece(*place, number, True) for place in known[index]]
+            continue
 
-            places, is_sure = _places_of(part.words, text, rewrite)
-            pieces += [Piece(*place, number, is_sure) for place in places]
+        def rewrite(words, number=number, part=part):
+            message = messages[number] | part.put(words)
+            other = write([*messages[:number], message, *messages[number + 1 :]], False)
+            return other if other and MARK in other else None
+
+        places, is_sure = _places_of(part.words, text, rewrite)
+        pieces += [Piece(*place, number, is_sure) for place in places]
     sure = [piece for piece in pieces if piece.is_sure]
     # with other words, the template may have changed more than these
     doubtful = [piece for piece in pieces if not piece.is_sure and not any(
         piece.begin < other.end and other.begin < piece.end and piece.message != other.message
         for other in sure)]
     return sorted(sure + doubtful)
+
+
+def _places_at_once(parts, messages, text, write):
+    """Return {index of a Part: [(first character, last + 1)]} by one rendering with many marks.
+
+    Calls are not in it, and nothing is where a template writes words otherwise than they are.
+    """
+    chat = list(messages)
+    of_key = {}  # of two Parts of a content the second one
+    for index, (number, part) in enumerate(parts):
+        if part.name != "calls":
+            keys = part.put(f"{MARK}{index:06d}")
+            chat[number] = chat[number] | keys
+            of_key[number, min(keys)] = index
+    places = {index: [] for index in of_key.values()}
+    first, *rest = re.split(MARK + r"(\d{6})", write(chat, False) or MARK)
+    if not text.startswith(first):
+        return {}
+    begin = len(first)
+    for index, behind in zip(map(int, rest[::2]), rest[1::2]):
+        words = parts[index][1].words
+        for words in (words, words.strip(), words.lstrip(), words.rstrip()):
+            if text.startswith(words + behind, begin):
+                break
+        else:
+            return {}
+        places[index].append((begin, begin + len(words)))
+        begin += len(words) + len(behind)
+    return places if begin == len(text) else {}
 
 
 def _places_of(words, text, rewrite):
@@ -418,18 +451,25 @@ def stretches(messages, text, write, header, ends):
         if message["role"] != "assistant":
             continue
         before = _before(messages[:number], write, header)
-        behind = text[:size]
-        if number < len(messages) - 1:
-            behind = write(messages[: number + 1], False)
-        stretch = _between(number, text, before, behind, ends)
-        if stretch:
-            found.append(stretch)
-            continue
+        if before and text.startswith(before):
+            behind = text[:size]
+            if number < len(messages) - 1:
+                behind = write(messages[: number + 1], False)
+            stretch = _between(number, text, before, behind, ends)
+            if stretch:
+                found.append(stretch)
+                continue
         if runs is None:
             runs = _runs(_pieces(messages, text, write), size)
         for run in runs:
             if run.message == number:
-                found += _of_run(run, messages, text, write, header, ends)
+                if run.before and run.before.message > number:  # who speaks in front of its content
+                    chat = [*messages[:number], message | {"content": ""}]
+                    chat += messages[number + 1 : run.before.message + 1]
+                    before = _before(chat, write, header)
+                begin = _begin(run, text, before, header, ends)
+                if begin is not None:
+                    found.append(_until_end(begin, run, messages, text, write, ends))
     return sorted(found, key=lambda stretch: stretch.begin)
 
 
@@ -444,10 +484,9 @@ def _before(messages, write, header):
 def _between(number, text, before, behind, ends):
     """Return the Stretch of a message between what stood there before it and behind it.
 
-    None: what a template makes of the messages up to it, or before it, is no beginning of text.
+    None: what stood behind it is no beginning of text, or does not end as turns do.
     """
-    is_known = before and behind and text.startswith(before) and text.startswith(behind)
-    if not is_known or len(before) > len(behind):
+    if not behind or not text.startswith(behind) or len(before) > len(behind):
         return None
     inside = [end for end in ends if len(before) <= end[0] < len(behind)]
     if not inside:
@@ -467,24 +506,16 @@ def _last_end(text, ends):
     return found
 
 
-def _of_run(run, messages, text, write, header, ends):
-    """List the Stretch of a Run; nothing where it is not known where it begins."""
-    before = list(messages[: run.message])
-    if run.before and run.before.message > run.message:  # who speaks in front of its content
-        before = list(messages[: run.before.message + 1])
-        before[run.message] = messages[run.message] | {"content": ""}
-    before = _before(before, write, header)
-    begin = _begin(run, text, before, header, ends)
-    if begin is None:
-        return []
+def _until_end(begin, run, messages, text, write, ends):
+    """Return the Stretch of a Run, whose begin is known."""
     for first, _ in ends:
         if run.end <= first < run.high:
-            return [Stretch(run.message, begin, first, first + 1)]
+            return Stretch(run.message, begin, first, first + 1)
     behind = write(messages[: run.message + 1], False)
     end = _agreed(run.last, run.end, run.high, text, behind)
     if end is None:
-        return [Stretch(run.message, begin, run.end, run.high)]
-    return [Stretch(run.message, begin, end, end)]
+        return Stretch(run.message, begin, run.end, run.high)
+    return Stretch(run.message, begin, end, end)
 
 
 def _begin(run, text, before, header, ends):
@@ -594,25 +625,3 @@ def _common_begin(a, b):
 def _common_end(a, b):
     """Count the characters with which both end."""
     return _common_begin(a[::-1], b[::-1])
-
-
-def common_spans(a, b):
-    """List (first character of a, of b, how many) of what two texts have in common, in order.
-
-    Words and longer, beside the longest beginning and end.
-    """
-    if a == b:
-        return [(0, 0, len(a))] if a else []
-    begin = _common_begin(a, b)
-    end = _common_end(a[begin:], b[begin:])
-    spans = [(0, 0, begin)]
-    words_a, words_b = [WORD.findall(x[begin : len(x) - end]) for x in (a, b)]
-    # the first character of every word and, last, the end
-    starts_a = list(accumulate(map(len, words_a), initial=begin))
-    starts_b = list(accumulate(map(len, words_b), initial=begin))
-    # no match begins at a space or a sign, which stand everywhere; words take them along
-    matcher = SequenceMatcher(lambda word: not word[0].isalnum(), words_a, words_b)
-    for i, j, num in matcher.get_matching_blocks():
-        spans.append((starts_a[i], starts_b[j], starts_a[i + num] - starts_a[i]))
-    spans.append((len(a) - end, len(b) - end, end))
-    return [span for span in spans if span[2]]
