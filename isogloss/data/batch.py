@@ -285,8 +285,8 @@ class Collator:
                 continue
             encoders = self.student, pair.encoder
             # numbered as in the student's chat; what stands in front is no turn of it
-            of_teacher.turns = {number - num_more: turn for number, turn in of_teacher.turns.items()
-                                if number >= num_more}
+            of_teacher.turns = [turn._replace(message=turn.message - num_more)
+                                for turn in of_teacher.turns if turn.message >= num_more]
             context = max(example.context, bool(example.teacher_prompt))
             teacher = encode_chat(messages, of_teacher, pair.encoder, context=context)
             alignment = pair_chats((rendering, of_teacher), encoders, self.aligner, self.train_on)
@@ -555,6 +555,7 @@ def count_samples(counts, samples):
     for sample in samples:
         counts.samples += sample.has_labels
         counts.cut_samples += sample.has_labels and not (sample.student.labels >= 0).any()
+        counts.overlapping_turns += sample.num_overlaps
 
 
 def count_reading(counts, samples, number, labels, sample_of_position, counts_bytes):

@@ -376,9 +376,9 @@ def _pair_chat(rollout, student, encoders, aligner):
     data = (rollout.prompt.text + rollout.text).encode(errors="replace")
     first_byte = len(rollout.prompt.text.encode(errors="replace"))
     stop = len(student.ids) - 1 if rollout.ended else None
-    turns = {written: Turn(first_byte, len(data), stop)}
+    turns = [Turn(written, first_byte, len(data), stop)]
     of_student = Rendering(student.ids, student.located, data, turns)
-    of_teacher.turns = {written: of_teacher.turns[written]} if written in of_teacher.turns else {}
+    of_teacher.turns = [turn for turn in of_teacher.turns if turn.message == written]
     return Pairing(encoded, pair_chats((of_student, of_teacher), encoders, aligner))
 
 

@@ -156,6 +156,7 @@ class Counts(Sums):
         rows: samples.
         samples: those of which something would be learned, were nothing cut off.
         cut_samples: those of them that are cut before their first label.
+        overlapping_turns: turns of chats that are left out because they overlap with others.
         pairs: PairCounts of every teacher.
     """
 
@@ -165,6 +166,7 @@ class Counts(Sums):
     rows: float = 0
     samples: float = 0
     cut_samples: float = 0
+    overlapping_turns: float = 0
     pairs: list = field(default_factory=list)
 
 

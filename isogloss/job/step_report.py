@@ -59,6 +59,8 @@ class StepReport:
         unlearned = self.counts.rows - self.counts.samples
         metrics["without_labels"] = mean_of(unlearned, self.counts.rows)
         metrics["cut_before_labels"] = mean_of(self.counts.cut_samples, self.counts.samples)
+        if self.counts.overlapping_turns:
+            metrics["overlapping_turns"] = int(self.counts.overlapping_turns)
         for name, value in self.others.items():
             metrics[name] = value.read() if isinstance(value, Readback) else value
         if "router_loss" in metrics and terms:
