@@ -117,7 +117,7 @@ def test_messages_keep_their_own_keys(tmp_path, case):
 
 
 # what a Sequence of `datasets` makes of messages: an object of lists
-CALLS = datasets.List({"type": datasets.Value("string"), "function": {
+CALLS = datasets.Sequence({"type": datasets.Value("string"), "function": {
     "name": datasets.Value("string"), "arguments": datasets.Value("string")}})
 PARTS_IN_LISTS = datasets.Sequence(dict.fromkeys(["type", "text"], datasets.Value("string")))
 
@@ -126,8 +126,13 @@ PARTS_IN_LISTS = datasets.Sequence(dict.fromkeys(["type", "text"], datasets.Valu
 @pytest.mark.parametrize("written", ["save_to_disk", "to_parquet", "to_json"])
 def test_chats_that_are_objects_of_lists_are_read(tmp_path, written, first, second):
     call = {"type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}
+
+    def listed(calls):
+        return {key: [its[key] for its in calls] for key in call}
+
     chats = {first: [["user", "assistant", "user"], [], ["user"]],
-             second: [["a", None, "c"], [], ["d"]], "tool_calls": [[[], [call], []], [], [[]]]}
+             second: [["a", None, "c"], [], ["d"]],
+             "tool_calls": [[listed([]), listed([call]), listed([])], [], [listed([])]]}
     text = datasets.Value("string")
     of_chat = datasets.Sequence({first: text, second: text, "tool_calls": CALLS})
     rows = [dict(zip(chats, lists)) for lists in zip(*chats.values())]
