@@ -143,7 +143,8 @@ def test_chats_that_are_objects_of_lists_are_read(tmp_path, written, first, seco
     frame = datasets.Dataset.from_dict(
         {"chat": rows, "tools": tools, "parts": parts},
         datasets.Features({"chat": of_chat, "tools": of_tools, "parts": of_parts}))
-    source = tmp_path / {"save_to_disk": "a", "to_parquet": "a.parquet", "to_json": "a.jsonl"}[written]
+    ending = {"save_to_disk": "", "to_parquet": ".parquet", "to_json": ".jsonl"}[written]
+    source = tmp_path / f"a{ending}"
     getattr(frame, written)(source)
     called = call | {"function": {"name": "f", "arguments": {"a": 1}}}
     expected = [[("user", "a", []), ("assistant", "", [called]), ("user", "c", [])], [],
@@ -160,7 +161,7 @@ def test_chats_that_are_objects_of_lists_are_read(tmp_path, written, first, seco
             assert [tool["function"] for tool in example.tools] == [
                 {"name": "f", "description": "x"}, {"name": "g", "description": "y"}]
             assert example.prompt == [{"role": "user", "content": "ef"}]
-    with pytest.raises(DataError, match="row 7 of 'chat' holds {'role': "):
+    with pytest.raises(DataError, match=r"row 7 of 'chat' holds {'role': "):
         ExampleReader("chat")({"chat": {"role": ["user"], "content": ["a", "b"]}}, 7)
 
 
@@ -244,10 +245,10 @@ def test_a_full_disk_is_not_blamed_on_the_data(tmp_path):
     wrapped = datasets.exceptions.DatasetGenerationError("An error occurred")
     wrapped.__cause__ = OSError(errno.ENOSPC, "Error writing bytes to file")
     for error in (wrapped, OSError("Not enough disk space. Needed: 9 GiB")):
-        with pytest.raises(DataError, match="^HF_DATASETS_CACHE "), explained(source):
+        with pytest.raises(DataError, match=r"^HF_DATASETS_CACHE "), explained(source):
             raise error
     of_data = OSError(errno.EIO, "Input/output error", source)
-    with pytest.raises(DataError, match="^--data "), explained(source):
+    with pytest.raises(DataError, match=r"^--data "), explained(source):
         raise of_data
 
 

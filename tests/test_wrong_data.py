@@ -152,8 +152,8 @@ FILES = {
 }
 # what is met before the first step of a stream too
 STREAMS = [
-    "latin1.txt", "latin1.csv", "surrogate.jsonl", "surrogate_chat.jsonl", "cut.parquet", "cut.arrow",
-    "invalid.arrow", "cut.jsonl.gz", "broken.jsonl", "one_string.jsonl", "cut.json",
+    "latin1.txt", "latin1.csv", "surrogate.jsonl", "surrogate_chat.jsonl", "cut.parquet",
+    "cut.arrow", "invalid.arrow", "cut.jsonl.gz", "broken.jsonl", "one_string.jsonl", "cut.json",
     "empty_list.json", "numbers.jsonl", "nulls.jsonl", "words_in_lists.jsonl", "mixed_lists.jsonl",
     "twice.parquet", "no_rows.parquet", "quotes.csv", "header.csv", "sharegpt.jsonl",
     "empty_chats.jsonl", "no_role.jsonl", "null_message.jsonl", "unknown_role.jsonl"]

@@ -15,6 +15,7 @@ from pathlib import Path
 import torch
 
 from isogloss.flags.model_names import without_secrets
+from isogloss.flags.terminal import one_line
 from isogloss.job.rendezvous import values_of_ranks
 from isogloss.job.watch import print_line
 
@@ -73,5 +74,5 @@ def _page(cfg):
             if rows:
                 raise ChildProcessError(reason) from None
             print_line(f"the report has no text in colors ({reason})")
-    print(without_secrets(f"report in {path}"), file=sys.stderr, flush=True)
+    print(one_line(without_secrets(f"report in {path}")), file=sys.stderr, flush=True)
     return path.read_text(encoding="utf-8")
