@@ -110,7 +110,7 @@ def flags(folder, **more):
 def test_a_run_prints_nothing_that_a_terminal_obeys(hostile):
     """Nor do the commands that read what it leaves behind."""
     printed = run([ROOT / "distill.py", *flags(hostile)], hostile)
-    for said in (" >> ", "such chats are left out", "exported to exported", "no model reads its col",
+    for said in (" >> ", "such chats are left out", "exported to exported", "no model reads its",
                  "step 2: ", "bits per byte (texts "):
         assert said in printed, said
     folder = hostile / f"run{NAME}"
