@@ -136,7 +136,7 @@ def typed(name, value, kind):
     if kind is int and isinstance(value, float) and value.is_integer():
         return int(value)
     if kind is float and type(value) is int:  # not isinstance: True is an int too
-        return float(value)
+        return float(str(value))  # of a number beyond all floats infinity, which is refused
     if type(value) is not kind:
         raise ValueError(f"--{name}={value}: expected {kind.__name__}, got {type(value).__name__}")
     return value
