@@ -118,7 +118,6 @@ def test_a_run_prints_nothing_that_a_terminal_obeys(hostile):
     run(["-m", "isogloss.report", folder, "--rows=0"], hostile)
     run(["-m", "isogloss.cache", f"--teacher=teacher{NAME}", f"--data=texts{NAME}.jsonl",
          f"--output=cache{NAME}", "--top_k=9"], hostile)
-    run(["-m", "isogloss.export", folder, f"--output=again{NAME}"], hostile)
     # a damaged checkpoint is named, and a traceback that holds such a text is harmless, too
     newest = sorted(folder.rglob("*model_states.pt"))[-1]
     newest.write_bytes(newest.read_bytes()[:-9])
