@@ -164,7 +164,7 @@ def main(args):
     explained = byte_explained(projection, pair)
     for v in rows:
         print(row_text(v, projection, pair, explained))
-    print(f"{args.projection}: {describe(projection[0])}")
+    print(f"{one_line(args.projection)}: {describe(projection[0])}")
     for name, value in row_statistics(projection, pair).items():
         print(f"  {name}: {value}")
 

@@ -22,7 +22,7 @@ ROOT = Path(__file__).resolve().parent.parent
 # writing, hides, breaks lines in five ways
 HOSTILE = ("o\x1b]0;title\x07\x1b[2Jp\x9b31mq\rr\x08s\u202et\u2066u\u200bv\x85w\u2028x\x0by\x1b"
            "[1mz\nfake")
-NAME = HOSTILE.replace("\n", "\t")
+NAME = HOSTILE.replace("z\n", "z\t\n")  # a file may be named so
 
 
 def commands_in(text):
@@ -108,16 +108,13 @@ def flags(folder, **more):
 
 @pytest.mark.slow
 def test_a_run_prints_nothing_that_a_terminal_obeys(hostile):
-    """Nor do the commands that read what it leaves behind."""
+    """Nor does what draws its curves."""
     printed = run([ROOT / "distill.py", *flags(hostile)], hostile)
     for said in (" >> ", "such chats are left out", "exported to exported", "no model reads its",
                  "step 2: ", "bits per byte (texts "):
         assert said in printed, said
     folder = hostile / f"run{NAME}"
     run(["-m", "isogloss.plot", folder], hostile)
-    run(["-m", "isogloss.report", folder, "--rows=0"], hostile)
-    run(["-m", "isogloss.cache", f"--teacher=teacher{NAME}", f"--data=texts{NAME}.jsonl",
-         f"--output=cache{NAME}", "--top_k=9"], hostile)
     # a damaged checkpoint is named, and a traceback that holds such a text is harmless, too
     newest = sorted(folder.rglob("*model_states.pt"))[-1]
     newest.write_bytes(newest.read_bytes()[:-9])
@@ -131,15 +128,13 @@ def test_a_run_prints_nothing_that_a_terminal_obeys(hostile):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("role", ["student", "teacher"])
-def test_errors_say_nothing_that_a_terminal_obeys(hostile, models, role):
+def test_errors_say_nothing_that_a_terminal_obeys(hostile, models):
     broken = hostile / f"broken{NAME}"
     shutil.copytree(models[0], broken, dirs_exist_ok=True)
     (broken / "config.json").write_text(json.dumps({"model_type": HOSTILE}))
-    more = {"teacher": f"teacher{NAME}"} | {role: broken.name}
-    printed = run([ROOT / "distill.py", *flags(hostile, **more)], hostile, 2)
+    printed = run([ROOT / "distill.py", *flags(hostile, teacher=broken.name)], hostile, 2)
     assert printed.startswith("distill.py: ") and printed.count("\n") == 1
-    printed = run(["-m", "isogloss.export", f"run that is none{HOSTILE}"], hostile, 2)
+    printed = run(["-m", "isogloss.plot", f"run that is none{HOSTILE}"], hostile, 2)
     assert printed.count("\n") == 1
 
 
@@ -192,4 +187,4 @@ def test_tools_show_tokens_as_text(tokens, tmp_path):
                    f"--tokens=<0{HOSTILE}>"], ROOT)
     assert "<0o" in printed and "title" in printed
     run(["-m", "isogloss.projection_tools.compare", *files, *pair, "--num_examples=999"], ROOT)
-    run(["-m", "isogloss.projection_tools.cells", *pair], ROOT)
+    run(["-m", "isogloss.projection_tools.cells", *pair, f"--output={files[0]}"], ROOT)
