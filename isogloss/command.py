@@ -21,6 +21,7 @@ from isogloss.config import Config
 from isogloss.evaluation.task_options import TaskOptions
 from isogloss.flags.model_names import is_address
 from isogloss.flags.parse import MISSING, check_flags, flag, parse_flags, refusing, shared
+from isogloss.flags.terminal import guard_terminal
 
 NEEDED = "torch", "deepspeed", "transformers", "tokenizers", "datasets", "numba", "safetensors"
 # {what may be missing: what it is for}
@@ -279,6 +280,7 @@ def tool(name=None, argv=None):
 
 def isogloss():
     """Run `isogloss doctor`; other words print what there is."""
+    guard_terminal()
     if sys.argv[1:] == ["doctor"]:
         print("\n".join(doctor()))
         return

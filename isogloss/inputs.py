@@ -448,11 +448,12 @@ def open_rows(cfg, source, split, encoders):
                                                                        cfg.teacher_prompt_key])),
                                      txt_samples=cfg.txt_samples)
     columns = open_data.column_names(dataset)
+    labels = ()
     if cfg.route_key:
         routes = []
         for of_teacher in routes_by_teacher(cfg).values():
             routes += of_teacher or []
-        order.check_routes(dataset, cfg.route_key, routes)
+        labels = order.check_routes(dataset, cfg.route_key, routes)
     for flag in ("teacher_prompt_key", "prompt_key"):
         name = getattr(cfg, flag)
         if name and name not in columns:
@@ -461,7 +462,7 @@ def open_rows(cfg, source, split, encoders):
     reader = order.ExampleReader(
         text_key, cfg.route_key, source, cfg.prompt_key, bool(cfg.completion_key), tools_key,
         open_data.filled_columns(dataset), cfg.join_rows, open_data.holds_chats(dataset, text_key),
-        cfg.teacher_prompt_key, cfg.drop_images, cfg.weight_key)
+        cfg.teacher_prompt_key, cfg.drop_images, cfg.weight_key, labels=labels)
     if cfg.join_rows and reader.has_chats:
         raise ValueError(f"--join_rows {cfg.join_rows}: joins texts, and {text_key!r} of {source} "
                          "holds chats; leave it out")

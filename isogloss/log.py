@@ -25,6 +25,8 @@ from transformers.utils.hub import cached_file, extract_commit_hash
 from isogloss.checkpoints.model_card import title
 from isogloss.config import configs_by_teacher
 from isogloss.flags.model_names import read_model_name, without_secrets
+from isogloss.flags.parse import line_about
+from isogloss.flags.terminal import harmless, one_line, unguarded
 from isogloss.job.files import write_atomically
 from isogloss.job.watch import print_line
 from isogloss.projection_tools.tokenizers import reason_of
@@ -171,7 +173,7 @@ class Log:
         if not self.is_active:
             return
         if description:
-            print(f"distill.py: {without_secrets(description)}", file=sys.stderr, flush=True)
+            print(line_about(description), file=sys.stderr, flush=True)
         self.folder = folder = Path(cfg.output_dir)
         self.path = folder / "metrics.jsonl"
         self.wandb = None
@@ -233,10 +235,11 @@ class Log:
         self.write(step, metrics)
         self.advance(metrics)
 
-    def say(self, step, text):
-        """Print a line above the progress bar."""
+    def say(self, step, text, lines=()):
+        """Print a line above the progress bar, and further lines as they are."""
         if self.is_active:
-            tqdm.write(f"step {step}: {without_secrets(text)}", file=sys.stderr)
+            line = f"step {step}: {one_line(without_secrets(text))}"
+            tqdm.write("\n".join([line, *map(harmless, lines)]), file=unguarded(sys.stderr))
 
     @noting_failure
     def write(self, step, metrics):
@@ -275,8 +278,7 @@ class Log:
             for record in records:
                 file.write(json.dumps({"step": step} | record) + "\n")
         if name == "samples":
-            prompt, text = (" ".join(records[0][key].split()) for key in ("prompt", "text"))
-            self.say(step, f"{prompt} >> {text}")
+            self.say(step, f"{records[0]['prompt']} >> {records[0]['text']}")
         if self.wandb:
             import wandb
 
@@ -328,7 +330,8 @@ class PlainLines:
 def progress_bar(steps, start_step):
     """Return a bar in a terminal, else a line every ten seconds."""
     if sys.stderr.isatty():
-        return tqdm(total=steps, initial=start_step, unit="step", mininterval=0.5)
+        return tqdm(total=steps, initial=start_step, unit="step", mininterval=0.5,
+                    file=unguarded(sys.stderr))
     line = "{n_fmt}/{total_fmt} steps [{elapsed}<{remaining}, {rate_fmt}{postfix}]"
     return tqdm(total=steps, initial=start_step, unit="step", mininterval=10, file=PlainLines(),
                 bar_format=line)

@@ -17,6 +17,7 @@ from isogloss.errors import CannotSave
 from isogloss.evaluation.evaluate import evaluate, metrics_of
 from isogloss.export import export_model, export_projection, projection_path
 from isogloss.flags.model_names import without_secrets
+from isogloss.flags.terminal import one_line
 from isogloss.inputs import num_readers, samples_per_step
 from isogloss.job.columns import to_device
 from isogloss.job.counts import global_sums
@@ -68,7 +69,7 @@ def epochs_of(data, num_samples):
 def tell(text):
     """Print a line on rank 0's terminal: of what goes well, so the program is not named."""
     if dist.get_rank() == 0:
-        print(without_secrets(text), file=sys.stderr, flush=True)
+        print(one_line(without_secrets(text)), file=sys.stderr, flush=True)
 
 
 def counted(number, thing):
@@ -211,7 +212,8 @@ def log_tasks(state, step, log, stop):
         metrics, records = state.tasks.run(model, global_sums, agree, stop)
     if metrics:
         log.write(step, metrics)
-        log.say(step, "tasks\n" + as_markdown([task.name for task in state.tasks.tasks], metrics))
+        table = as_markdown([task.name for task in state.tasks.tasks], metrics)
+        log.say(step, "tasks", table.splitlines())
         of_ranks = values_of_ranks(records)
         records = [record for of_rank in of_ranks for record in of_rank]
         log.write_records("eval_tasks", step, records)

@@ -19,6 +19,7 @@ import numpy as np
 import torch
 
 from isogloss.flags.parse import check_output
+from isogloss.flags.terminal import one_line
 from isogloss.projection_tools.arrays import describe
 from isogloss.projection_tools.tokenizers import tokenizer_metadata
 
@@ -262,7 +263,7 @@ def finish(projection, pair, args, *notes):
         if value not in ("", False) and key not in ("student", "teacher", "output"):
             words.append(f"--{key.replace('_', '-')} {value}")
     save_atomically(as_tables(projection, pair, " ".join(words)), args.output)
-    print(f"{args.output}: {describe(projection[0])}", *notes, sep="; ")
+    print(f"{one_line(args.output)}: {describe(projection[0])}", *notes, sep="; ")
 
 
 def cached(name, build, directory=None):

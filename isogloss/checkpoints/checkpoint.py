@@ -41,6 +41,7 @@ from isogloss.checkpoints.unpickle import known_classes_only
 from isogloss.config import Config
 from isogloss.errors import CannotSave
 from isogloss.flags.model_names import without_secrets
+from isogloss.flags.parse import line_about
 from isogloss.job.files import (
     files_in,
     replace_folder,
@@ -253,7 +254,7 @@ def _newest_whole(checkpoints):
         if not damage:
             return checkpoint
         if not dist.is_initialized() or dist.get_rank() == 0:
-            print(f"distill.py: {damage}; it is left out", file=sys.stderr, flush=True)
+            print(line_about(f"{damage}; it is left out"), file=sys.stderr, flush=True)
     raise ValueError(
         f"--resume=auto: {damage}, and no other checkpoint there is whole; restore the file, or "
         "move the checkpoints away to start anew")

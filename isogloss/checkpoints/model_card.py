@@ -16,7 +16,7 @@ import yaml
 from huggingface_hub import EvalResult, ModelCardData, hf_hub_download
 
 from isogloss.config import Config, configs_by_teacher
-from isogloss.curves import DEFAULT, available, panels_of, picture, read_run
+from isogloss.curves import DEFAULT, available, is_number, panels_of, picture, read_run
 from isogloss.data.mixture import sources_of
 from isogloss.flags.model_names import without_secrets
 from isogloss.flags.parse import one_line
@@ -76,14 +76,19 @@ def read_record(folder, step=None):
     before = [path for path in later if step is None or path.name < f"run_{step:07d}.json"]
     path = [first, *before][-1]
     try:
+        if not path.is_file():  # a device may have no end
+            raise OSError("no file")
         record = json.loads(path.read_text(encoding="utf-8"))
         values = record["config"]
+        if not (isinstance(record.get("versions", {}), dict)
+                and isinstance(record.get("commit") or "", str)):
+            raise ValueError("its versions or its commit are none")
         known = {field.name for field in fields(Config)}
         # an older version may have had other flags
         return record, Config(**{key: values[key] for key in values if key in known})
     except OSError:
         raise ValueError(f"{path}: cannot be read; name the --output_dir of a run") from None
-    except (ValueError, KeyError, TypeError, RecursionError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError(f"{path}: is no record of a run ({error})") from None
 
 
@@ -278,7 +283,7 @@ def results_of(lines):
                     names.setdefault(key, f"{text} ({key[len('eval/') : -len(own)]})")
     entries = []
     for key, text in names.items():
-        values = [line[key] for line in lines if line.get(key) is not None]
+        values = [line[key] for line in lines if is_number(line.get(key))]
         if values:
             entries.append((text, key, values))
     return entries

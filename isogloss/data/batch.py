@@ -29,6 +29,7 @@ from isogloss.data.sample import (
     pair_texts,
 )
 from isogloss.data.turns import SkippedChat
+from isogloss.flags.terminal import one_line
 from isogloss.job.columns import Columns
 from isogloss.job.counts import Counts, PairCounts
 from isogloss.job.sequence_group import SequenceShard, document_spans, sequence_shard
@@ -313,7 +314,7 @@ class Collator:
             return render(example.content, encoder, example.tools)
         except SkippedChat as error:
             # The log counts every such chat; a warning of the same text is shown once.
-            warnings.warn(f"{error}; such chats are left out", stacklevel=2)
+            warnings.warn(one_line(f"{error}; such chats are left out"), stacklevel=2)
             return None
 
     # --- samples -> tensors

@@ -26,6 +26,7 @@ from fire.parser import DefaultParseValue
 
 import isogloss
 from isogloss.flags.model_names import without_secrets
+from isogloss.flags.terminal import guard_terminal, one_line
 from isogloss.flags.yaml_file import parse_json, read_flag_file
 
 # Names of flags that public recipes use, and what they are called here.
@@ -135,7 +136,7 @@ def typed(name, value, kind):
     if kind is int and isinstance(value, float) and value.is_integer():
         return int(value)
     if kind is float and type(value) is int:  # not isinstance: True is an int too
-        return float(value)
+        return float(str(value))  # of a number beyond all floats infinity, which is refused
     if type(value) is not kind:
         raise ValueError(f"--{name}={value}: expected {kind.__name__}, got {type(value).__name__}")
     return value
@@ -487,12 +488,6 @@ def program_name():
     return name if name.startswith("isogloss.") else "distill.py"
 
 
-def one_line(text):
-    """Return a text as one line that says nothing to a terminal but its characters."""
-    line = " ".join(str(text).split())
-    return "".join(letter if letter.isprintable() else "\ufffd" for letter in line)
-
-
 def line_about(error, program=None):
     """Return the line that says an error, without secrets."""
     return f"{program or program_name()}: {one_line(without_secrets(str(error)))}"
@@ -502,11 +497,13 @@ def line_about(error, program=None):
 def refusing(program=None, loud=False):
     """End this process with a line on stderr and code 2 where the block raises a ValueError.
 
-    For what comes before the ranks of a job know of one another; see `launch.fail_together`.
+    For what comes before the ranks of a job know of one another; see `launch.fail_together`.  It is
+    the frame of every program, so from here on what is printed is guarded, too.
 
     Args:
         loud: each rank says it; else rank 0 alone.
     """
+    guard_terminal()
     try:
         yield
     except ValueError as error:
