@@ -193,10 +193,10 @@ def resume(state, inputs):
         start, extra = load_checkpoint(state.engine, inputs.checkpoint, inputs.convert)
         for path, setup in state.files_of_teachers(inputs.checkpoint):
             setup.source.restore(path, state.engine.module)
+        if state.writer:
+            state.writer.load_state(extra.get("rollouts", []))
     state.scales = extra.get("scales", {})
     state.places.note(extra.get("place"))
-    if state.writer:
-        state.writer.load_state(extra.get("rollouts", []))
     state.last_checkpoint = inputs.checkpoint
     if state.cfg.extend_schedule:
         follow_schedule(state.engine)
