@@ -12,11 +12,12 @@ JSON through its standard input and output, in token ids, never in text:
                   -> {"completions": [{"ids": [...], "logp": [...], "ended": true,
                                        "temperature": 1.0, "top_p": 1.0}, ...]}
 
-A completion's temperature and top_p (each 1 where it names none) are those of its log-probabilities
-and have to be those of its draws.  Anything it cannot do it answers by {"error": line}.  The weights lie in memory that both processes
-see (ipc.py: CUDA IPC, shared memory on a CPU).  Before every refresh the job has written the new
-ones there; the engine copies them into its model and forgets cached prefixes.  Of an embedding and
-a head it sees the rows of tokens alone, not those that pad them.
+Of a completion's log-probabilities it names temperature and top_p (each 1 where it names none),
+which have to be those of the draws.  Anything it cannot do it answers by {"error": line}.  The
+weights lie in memory that both processes see (ipc.py: CUDA IPC, shared memory on a CPU).  Before
+every refresh the job has written the new ones there; the engine copies them into its model and
+forgets cached prefixes.  Of an embedding and a head it sees the rows of tokens alone, not those
+that pad them.
 
 Tests: tests/test_writer_process.py.
 """
