@@ -82,6 +82,7 @@ def train_student(cfg, roles, device):
     with closing(log):
         once.write_results(state, inputs)
         show_report(cfg, log, state.engine.monitor)
+    once.end_unless_taught(state)
 
 
 def cli(argv=None):
@@ -154,6 +155,7 @@ def take_steps(state, batches, held_out, start, *, log, signals, times_collectiv
             state.writer.begin(state.drafts)
         report = train_step(state, micro_batches)
         state.steps_taken = step
+        state.taught.note(report.counts)
         log.write_later(step, partial(once.timed_metrics, report, begin, Moment(state.device)))
         if state.writer:
             log.write_records("rollouts", step, state.writer.records)
