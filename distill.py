@@ -18,9 +18,11 @@ from functools import partial, reduce
 from typing import NamedTuple
 
 from isogloss.config import Config
+from isogloss.flags.parse import is_first_of_node, prepare_rank, refusing
 
 if __name__ == "__main__":  # --help and wrong flags end here, before torch is imported
     Config.read(sys.argv[1:])
+    prepare_rank()
 
 import torch
 import torch.distributed as dist
@@ -30,7 +32,6 @@ from isogloss import build, once_in_a_while as once
 from isogloss.checkpoints.checkpoint import CannotSave
 from isogloss.data.workers import end_workers
 from isogloss.errors import DataError
-from isogloss.flags.parse import refusing
 from isogloss.inputs import check_inputs
 from isogloss.job import launch, rendezvous, watch
 from isogloss.job.counts import device_sums
@@ -53,7 +54,7 @@ def main(cfg):
     """Train, export, and end; wrong input ends every rank with one line before the first step."""
     launch.silence_libraries()
     with watch.signal_handlers_restored(), watch.end_with_launchers():
-        with refusing():
+        with refusing(loud=is_first_of_node()):
             roles = split_ranks(cfg.teacher_ranks) if cfg.teacher_ranks and cfg.kd_weight else None
             launch.join_store()
         run = build.serve_teachers if roles and roles.role == "teacher" else train_student

@@ -11,16 +11,27 @@ Tests: tests/test_install.py.
 import os
 import platform
 import shutil
+import signal
 import socket
+import subprocess
 import sys
 from dataclasses import dataclass, fields
 from importlib import import_module, metadata
 from pathlib import Path
+from unittest import mock
 
 from isogloss.config import Config
 from isogloss.evaluation.task_options import TaskOptions
 from isogloss.flags.model_names import is_address
-from isogloss.flags.parse import MISSING, check_flags, flag, parse_flags, refusing, shared
+from isogloss.flags.parse import (
+    MISSING,
+    check_flags,
+    flag,
+    parse_flags,
+    prepare_rank,
+    refusing,
+    shared,
+)
 
 NEEDED = "torch", "deepspeed", "transformers", "tokenizers", "datasets", "numba", "safetensors"
 # {what may be missing: what it is for}
@@ -75,7 +86,21 @@ def main():
     from deepspeed.launcher import runner
 
     quiet = "--log_level=error"  # of the launcher itself; a later one counts
-    runner.main([quiet, *with_free_port(launcher), "--module", "isogloss.distill", *ours])
+    started = []
+
+    class Started(subprocess.Popen):
+        def __init__(self, *args, **options):
+            super().__init__(*args, **options)
+            started.append(self)
+
+    with mock.patch.object(subprocess, "Popen", Started):
+        runner.main([quiet, *with_free_port(launcher), "--module", "isogloss.distill", *ours])
+    # of a process that a signal has ended it makes no exit code
+    if started[-1].returncode:
+        number = -started[-1].returncode
+        print(f"isogloss-distill: the launcher of the ranks was ended by {signal.Signals(number).name}"
+              "; they save and end too", file=sys.stderr)
+        raise SystemExit(128 + number)
 
 
 # --- the tools and their flags --------------------------------------------------------------------
@@ -271,6 +296,8 @@ def tool(name=None, argv=None):
     kind, options = TOOLS[name]
     with refusing(f"isogloss.{name}"):
         args = parse_flags(kind, sys.argv[1:] if argv is None else argv, **options)
+    if name in ("cache", "tasks"):  # which several ranks run
+        prepare_rank(f"isogloss.{name}")
     with refusing(f"isogloss.{name}", loud=True):
         import_module(f"isogloss.{name}").main(args)
 

@@ -18,7 +18,7 @@ import pytest
 import ranks
 from conftest import ROOT
 from jobs import ds_config, losses_of, run_all, short_run, write_corpus
-from launched import PATIENCE, Job, run_with_trouble, wait_until
+from launched import PATIENCE, Job, our_command, run_with_trouble, wait_until
 
 
 @pytest.fixture(scope="module")
@@ -362,10 +362,10 @@ def test_no_thread_of_a_group_outlives_it():
 # --- signals through the real launcher ------------------------------------------------------------
 
 
-# name: (what sends the signal to which process, exit code of the `deepspeed` command).  Ranks get a
-# SIGTERM for that of the command below, and a SIGHUP in test_distributed.py.
+# name: (what sends the signal to which process, exit code of isogloss-distill; None: of `deepspeed`,
+# any).  Ranks get a SIGTERM for that of the command below, and a SIGHUP in test_distributed.py.
 SIGNALS = {
-    "SIGKILL to the launcher": (lambda job: os.kill(*job.launchers(), signal.SIGKILL), 0),
+    "SIGKILL to the launcher": (lambda job: os.kill(*job.launchers(), signal.SIGKILL), 137),
     "Ctrl-C": (lambda job: os.killpg(job.runner.pid, signal.SIGINT), None),
 }
 
@@ -378,7 +378,7 @@ def test_a_job_that_is_stopped_saves_first_and_the_curve_goes_on(small_run, tmp_
     port = ranks.free_port()
     last = 0
     for name, (send, code) in SIGNALS.items():
-        job = Job([*flags, "--steps=100000"], port)
+        job = Job([*flags, "--steps=100000"], port, our_command(tmp_path) if code else ())
         wait_until(lambda: has_trained(job, output, last))
         send(job)
         found, message = job.wait()

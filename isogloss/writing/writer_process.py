@@ -90,7 +90,8 @@ class WriterProcess:
         self.asked_to_end = bool
         self.patience = 0.0
         self.is_loaded = False
-        keeper = [sys.executable, "-I", "-S", str(KEEPER), str(os.getpid())]
+        self.folder = tempfile.mkdtemp(prefix="isogloss")  # of the model's config
+        keeper = [sys.executable, "-I", "-S", str(KEEPER), str(os.getpid()), self.folder]
         environment = {"VLLM_LOGGING_LEVEL": "ERROR", **os.environ}
         for name in OF_RANKS:
             environment.pop(name, None)
@@ -101,7 +102,6 @@ class WriterProcess:
             os.set_blocking(pipe.fileno(), False)
         self.handles = {}
         self.tied = []  # names of the same weight
-        self.folder = tempfile.TemporaryDirectory(prefix="isogloss")  # of the model's config
 
     def error(self, what):
         return WriterError(f"--rollout_command {self.command}: {what}")
@@ -201,9 +201,9 @@ class WriterProcess:
         plain = {name: handle.to_plain() for name, handle in self.handles.items()}
         for name in num_rows.keys() & plain.keys():
             plain[name]["shape"][0] = num_rows[name]
-        config.save_pretrained(self.folder.name)
+        config.save_pretrained(self.folder)
         self._check_number(self.ask(
-            LOADING_SECONDS, do="load", model=self.folder.name,
+            LOADING_SECONDS, do="load", model=self.folder,
             dtype=str(dtype).removeprefix("torch."), max_length=max_length, weights=plain,
             tied=self.tied))
         self.is_loaded = True
@@ -255,7 +255,6 @@ class WriterProcess:
         for handle in self.handles.values():
             ipc.release(handle)
         self.handles = {}
-        self.folder.cleanup()
 
 
 def _shortened(value):
