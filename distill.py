@@ -21,8 +21,8 @@ from isogloss.config import Config
 from isogloss.flags.parse import is_first_of_node, prepare_rank, refusing
 
 if __name__ == "__main__":  # --help and wrong flags end here, before torch is imported
-    Config.read(sys.argv[1:])
     prepare_rank()
+    Config.read(sys.argv[1:])
 
 import torch
 import torch.distributed as dist

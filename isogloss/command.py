@@ -294,10 +294,10 @@ def tool(name=None, argv=None):
     """
     name = name or Path(sys.argv[0]).name.removeprefix("isogloss-")
     kind, options = TOOLS[name]
-    with refusing(f"isogloss.{name}"):
-        args = parse_flags(kind, sys.argv[1:] if argv is None else argv, **options)
     if name in ("cache", "tasks"):  # which several ranks run
         prepare_rank(f"isogloss.{name}")
+    with refusing(f"isogloss.{name}"):
+        args = parse_flags(kind, sys.argv[1:] if argv is None else argv, **options)
     with refusing(f"isogloss.{name}", loud=True):
         import_module(f"isogloss.{name}").main(args)
 
