@@ -23,7 +23,7 @@ from isogloss.job.rendezvous import LOADING_TIMEOUT, set_timeout
 from isogloss.job.sequence_group import SequenceGroup, join_sequence_group
 from isogloss.job.transfers import Uploads
 from isogloss.job.watch import current_watch, ignore_stop_signals
-from isogloss.log import Waiting
+from isogloss.log import Taught, Waiting
 from isogloss.models.pretrained import load_config
 from isogloss.objective.loss_dump import LossDump
 from isogloss.student import checks
@@ -74,6 +74,7 @@ class TrainState:
         drafts: of the next step, for which something else writes meanwhile, or None.
         data_seconds: for which this rank has waited for data since its last step.
         waiting: Waiting, which says so where that is long.
+        taught: Taught, which says so where no teacher has taught anything so far.
         uploads: Uploads of the micro-batches.
         loss_dump: LossDump, or None.
     """
@@ -97,6 +98,7 @@ class TrainState:
     drafts: list | None = None
     data_seconds: float = 0.0
     waiting: Waiting = field(default_factory=Waiting)
+    taught: Taught = field(default_factory=Taught)
     loss_dump: LossDump | None = None
     uploads: Uploads = field(init=False)
 
@@ -197,15 +199,17 @@ def resume(state, inputs):
     if not inputs.checkpoint:
         for setup in state.teachers:
             setup.source.restore(None, state.engine.module)
+        state.taught.terms = {setup.name: 0.0 for setup in state.teachers}
         return 0
     with fail_together(what="checkpoint"):
         start, extra = load_checkpoint(state.engine, inputs.checkpoint, inputs.convert)
         for path, setup in state.files_of_teachers(inputs.checkpoint):
             setup.source.restore(path, state.engine.module)
+        if state.writer:
+            state.writer.load_state(extra.get("rollouts", []))
     state.scales = extra.get("scales", {})
+    state.taught.terms = extra.get("taught", {})
     state.places.note(extra.get("place"))
-    if state.writer:
-        state.writer.load_state(extra.get("rollouts", []))
     state.last_checkpoint = inputs.checkpoint
     if state.cfg.extend_schedule:
         follow_schedule(state.engine)

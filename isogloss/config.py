@@ -679,6 +679,14 @@ class Config(ModelFlags, DataFlags, LossFlags, OnPolicyFlags,
         if not self.kd_weight:
             raise ValueError(f"--on_policy {self.on_policy} with --kd_weight 0: what the student "
                              "writes is learned from teachers alone; raise --kd_weight")
+        writes_ahead = self.writer_command and self.staleness
+        if self.rollout_top_p < 1 and (self.rollout_every > 1 or writes_ahead):
+            reason = (f"--rollout_every {self.rollout_every}" if self.rollout_every > 1
+                      else f"--staleness {self.staleness}")
+            raise ValueError(f"--rollout_top_p {self.rollout_top_p} with {reason}: no ratio makes "
+                             "up for texts that older weights would never have written; leave it "
+                             "out, or use rollouts at once (--rollout_every 1, and beside another "
+                             "process --staleness 0)")
         if self.on_policy == 1 and self.dynamic_scale:
             raise ValueError("--dynamic_scale with --on_policy 1: there is no cross-entropy to "
                              "scale by; leave it out")

@@ -33,7 +33,7 @@ from isogloss.config import (
     routes_by_teacher,
     template_kwargs,
 )
-from isogloss.data import open_data, order
+from isogloss.data import open_data, order, taught
 from isogloss.data.batch import Collator, PairOptions
 from isogloss.data.chat import first_ids
 from isogloss.data.checks import check_column, has_text, lengths_of
@@ -212,8 +212,24 @@ def check_inputs(cfg, device, roles=None):
     # the engine has to know before it starts, but that of ZeRO stage 0 loads no such checkpoint
     if convert and run_layout(cfg)["zero_stage"]:
         ds_config["checkpoint"] = ds_config.get("checkpoint", {}) | {"load_universal": True}
-    return RunInputs(student, teachers, ds_config, data, checkpoint, convert, tasks,
-                     balances_experts)
+    inputs = RunInputs(student, teachers, ds_config, data, checkpoint, convert, tasks,
+                       balances_experts)
+    if teachers:
+        check_teaching(cfg, inputs, device)
+    return inputs
+
+
+def check_teaching(cfg, inputs, device):
+    """Raise a ValueError where a teacher would teach nothing, as far as the data tell."""
+    collator = build_collator(cfg, inputs, device, math.inf)
+    names = [setup.name for setup in inputs.teachers]
+    parts = [(data.train_data, data.reader) for data in inputs.data.sources]
+    taught.check_routes_taken(parts, collator, names)
+    taught.check_teacher_prompts(parts)
+    if all(setup.cfg.token_weights == "column" for setup in inputs.teachers):
+        taught.check_weights(parts)
+    prompter = build_prompter(cfg, inputs.student, 1) if cfg.on_policy == 1 else None
+    taught.check_taught(parts, collator, names, prompter)
 
 
 def steps_of_epochs(cfg, data, raw_ds_config):

@@ -45,23 +45,58 @@ def speed_metrics(num_parameters, device, tokens, seconds):
     return metrics | utilization(device_name, num_parameters, tokens, seconds, num_ranks)
 
 
+NOTHING_TAUGHT = "no step so far has a term of the distillation loss"
+WHERE_TO_LOOK = ("see aligned_bytes, skipped_chats and cut_before_labels, and what the rows and "
+                 "--teacher_max_length leave for a teacher to read")
+
+
+class Taught:
+    """Count the terms by which each teacher has taught; say once that none has taught anything.
+
+    Attributes:
+        terms: {teacher: so many of the whole run}, the same on every rank; empty: not known.
+    """
+
+    def __init__(self):
+        self.terms = {}
+        self.has_told = False
+
+    def note(self, counts):
+        """Note the global Counts of a step."""
+        for name, pair in zip(self.terms, counts.pairs):
+            self.terms[name] += pair.weighing_terms
+        if self.terms and not any(self.terms.values()) and not self.has_told:
+            self.has_told = True
+            if dist.get_rank() == 0:
+                print_line(f"{NOTHING_TAUGHT}; {WHERE_TO_LOOK}")
+
+
 class Waiting:
     """Say once that steps of a run learn nothing, or wait for data; the first starts workers."""
 
     STEPS = 20
     LEAST = 0.2  # of their time
+    MOST_CUT = 0.5  # of the samples of a step
 
     def __init__(self):
         self.num_steps = 0
         self.seconds = 0.0
         self.data_seconds = 0.0
-        self.is_empty = False
+        self.has_told = False
 
-    def note(self, data_seconds, seconds, tokens):
-        """Note how long a step has taken, how much of that it has waited, and what it learned."""
-        if not tokens and not self.is_empty:
-            self.is_empty = True
-            print_line("a step has no token to learn; see without_labels and cut_before_labels")
+    def note(self, metrics, seconds):
+        """Note how long a step has taken, and by its metrics what it learned, how it waited."""
+        data_seconds = metrics["data_seconds"]
+        cut = metrics["cut_before_labels"] or 0  # None: of no sample
+        line = ""
+        if not metrics["tokens"]:
+            line = "a step has no token to learn; see without_labels and cut_before_labels"
+        elif cut >= self.MOST_CUT:
+            line = (f"a step loses {cut:.0%} of its samples, which --max_length cuts before what "
+                    "is to be learned of them (cut_before_labels)")
+        if line and not self.has_told:
+            self.has_told = True
+            print_line(line)
         self.num_steps += 1
         if not 1 < self.num_steps <= 1 + self.STEPS:
             return

@@ -252,9 +252,20 @@ def test_loading_leaves_the_random_state_alone(dataset):
 def test_a_run_says_once_that_it_waits_for_data_or_has_nothing_to_learn(
         data_seconds, line, capsys):
     waiting = Waiting()
-    waiting.note(50.0, 60.0, 9)  # the first step starts the workers
+    learned = {"data_seconds": data_seconds, "tokens": 9, "cut_before_labels": None}
+    waiting.note(learned | {"data_seconds": 50.0}, 60.0)  # the first step starts the workers
     for step in range(50):
-        waiting.note(data_seconds, 1.0, 9 if line or step % 9 else 0)
+        waiting.note(learned if line or step % 9 else learned | {"tokens": 0}, 1.0)
     said = capsys.readouterr().err
     assert line in said and said.count("--num_workers") == bool(line)
     assert said.count("a step has no token to learn") == (not line)
+
+
+@pytest.mark.parametrize("cut, line", [
+    (0.75, "a step loses 75% of its samples, which --max_length cuts"), (0.25, "")])
+def test_a_run_says_once_that_many_samples_are_cut_before_what_is_learned(cut, line, capsys):
+    waiting = Waiting()
+    for _ in range(3):
+        waiting.note({"data_seconds": 0.0, "tokens": 9, "cut_before_labels": cut}, 1.0)
+    said = capsys.readouterr().err
+    assert line in said and said.count("\n") == bool(line)

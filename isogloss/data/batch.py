@@ -182,7 +182,7 @@ class Collator:
         Args:
             student_ids: of each what the student's encoder makes of it; None: not known.
         """
-        takes_part = list(map(self._teachers_of, examples))
+        takes_part = list(map(self.teachers_of, examples))
         # The student's tokenizer runs once, however many teachers there are.
         student_ids = self._encode_plain(self.student, examples, student_ids)
         teacher_ids = []
@@ -212,7 +212,7 @@ class Collator:
             samples.append(sample)
         return samples
 
-    def _teachers_of(self, example):
+    def teachers_of(self, example):
         """Return for each teacher whether it takes part in an example."""
         if example.route is ...:
             return [True] * len(self.pairs)
@@ -446,16 +446,20 @@ class Collator:
             for sub_tile in tile.sub_tiles:
                 terms = sub_tile.terms
                 if isinstance(terms, Nodes):
-                    num_terms = len(terms.row_A)
+                    positions = terms.row_A
                     counts.roots += len(terms.roots.row_S)
                     # tokens that the student begins otherwise in this text than in the tables
                     cell_N = pair.spelling.cell_V[terms.roots.next_S]
                     is_other_N = cell_N != pair.spelling.cell_W[terms.roots.next_T]
                     counts.misplaced_roots += int(is_other_N.sum())
                 else:
-                    num_terms = len(terms.first_S)
+                    positions = terms.first_S
+                num_terms = len(positions)
                 counts.kd_terms += num_terms
                 counts.rollout_terms += num_terms * sub_tile.on_policy
+                weights = sub_tile.weight
+                counts.weighing_terms += (
+                    num_terms if weights is None else int((weights[positions] > 0).sum()))
         if logp is not None:
             counts.rollout_nats = -float(logp[is_aligned & ~logp.isnan()].double().sum())
         if self.sequence_rank:  # the first rank of the sequence group counts whole texts

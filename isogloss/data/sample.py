@@ -372,6 +372,8 @@ def cut_pair(student, pairing, student_limit, teacher_limit):
     lost = [chunk[:1] for chunk in chunks]
     # One that does not fit has no part either.
     lost += [chunks[0][student_cut : student_cut + 1], chunks[1][teacher_cut : teacher_cut + 1]]
+    # where no chunk fits on both sides, one of them keeps tokens of some
+    lost.append(np.setxor1d(chunks[0][:student_cut], chunks[1][:teacher_cut]))
     read_chunks = without_chunks(chunks, np.concatenate(lost))
     chunks = read_chunks
     if student.learned is not None:  # a chunk is learned as a whole or not at all

@@ -493,6 +493,18 @@ def line_about(error, program=None):
     return f"{program or program_name()}: {one_line(without_secrets(str(error)))}"
 
 
+def is_first_rank():
+    """Tell whether this is rank 0, or one to which its launcher has given no number."""
+    rank = os.environ.get("RANK", "0")
+    return not rank.isdecimal() or int(rank) == 0
+
+
+def is_first_of_node():
+    """Tell whether this rank speaks for its node, where ranks have not met yet."""
+    rank = os.environ.get("LOCAL_RANK", "0")
+    return is_first_rank() or not rank.isdecimal() or int(rank) == 0
+
+
 @contextmanager
 def refusing(program=None, loud=False):
     """End this process with a line on stderr and code 2 where the block raises a ValueError.
@@ -507,9 +519,46 @@ def refusing(program=None, loud=False):
     try:
         yield
     except ValueError as error:
-        if loud or int(os.environ.get("RANK", 0)) == 0:
+        if loud or is_first_rank():
             print(line_about(error, program), file=sys.stderr, flush=True)
         raise SystemExit(2) from None
+
+
+# --- ranks, before torch is imported --------------------------------------------------------------
+
+# What launchers say of a rank: the smallest and the largest value; None: any.
+OF_LAUNCHERS = {"WORLD_SIZE": (1, None), "RANK": (0, None), "LOCAL_RANK": (0, None),
+                "LOCAL_SIZE": (1, None), "LOCAL_WORLD_SIZE": (1, None), "MASTER_PORT": (1, 65535)}
+
+
+def prepare_rank(program=None):
+    """Make a process ready to import torch, or end it with a line where it can be no rank."""
+    # Torch would print a lost connection, as to a rank that has ended, with thirty lines of C++.
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    with refusing(program, loud=is_first_of_node()):
+        check_launcher()
+
+
+def check_launcher():
+    """Raise a ValueError where variables of the environment cannot be those of a rank."""
+    for name, (low, high) in OF_LAUNCHERS.items():
+        value = os.environ.get(name)
+        if not value:  # without a launcher
+            continue
+        is_number = value.isascii() and value.isdecimal()
+        if not is_number or int(value) < low or (high and int(value) > high):
+            expected = f"{low} to {high}" if high else f"{low} or more"
+            raise ValueError(f"the variable {name} is {value!r}; expected a number, {expected}; "
+                             "unset it, or let deepspeed or torchrun set what a rank needs")
+    rank = int(os.environ.get("RANK") or 0)
+    ranks = int(os.environ.get("WORLD_SIZE") or 1)
+    missing = [name for name in ("RANK", "MASTER_ADDR", "MASTER_PORT") if not os.environ.get(name)]
+    if ranks > 1 and missing:
+        raise ValueError(f"the variable WORLD_SIZE is {ranks}, and there is no "
+                         f"{' and no '.join(missing)}; start all ranks of a job by one launcher")
+    if rank >= ranks:
+        raise ValueError(f"the variable RANK is {rank} where WORLD_SIZE is {ranks}; expected less; "
+                         "start all ranks of a job by one launcher")
 
 
 # --- tools ----------------------------------------------------------------------------------------

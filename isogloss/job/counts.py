@@ -70,7 +70,7 @@ class PairCounts(Sums):
     """Count what a batch holds for one student-teacher pair; fields are sums over samples.
 
     Attributes:
-        kd_terms: terms of the distillation loss.
+        kd_terms: terms of the distillation loss; weighing_terms: those that weigh more than 0.
         aligned_tokens: student tokens in the chunks that the loss compares.
         aligned_bytes: bytes in these chunks.
         read_tokens, read_bytes: of the student's side, in the samples that the teacher reads.
@@ -90,6 +90,7 @@ class PairCounts(Sums):
 
     # Floats, because sums over ranks come back as float64.
     kd_terms: float = 0
+    weighing_terms: float = 0
     aligned_tokens: float = 0
     aligned_bytes: float = 0
     read_tokens: float = 0
