@@ -1159,10 +1159,10 @@ def _shown_tokens(ids, chunks, table):
     """Return (chunk, token as people want to see it) of every token."""
     shown = []
     for i, chunk in zip(ids, chunks):
+        # spaces as dots, what is no text escaped, a token without bytes as an empty set
         if table.special[i]:
-            text = table.tokens[i]
+            text = repr(table.tokens[i])[1:-1]
         else:
-            # spaces as dots, what is no text escaped, a token without bytes as an empty set
             text = repr(table.bytes_of(i).decode(errors="replace"))[1:-1]
             text = text.replace(" ", "\u00b7") or "\u2205"
         shown.append((int(chunk), text))
@@ -1253,8 +1253,14 @@ def main(argv):
             with open(flags["html"], "w", encoding="utf-8") as file:
                 file.write(page)
         except OSError as error:
-            raise SystemExit(f"--html {flags['html']}: cannot be written ({error.strerror}); name "
-                             "another file") from None
+            raise SystemExit(_plain(f"--html {flags['html']}: cannot be written "
+                                    f"({error.strerror}); name another file")) from None
+
+
+def _plain(text):
+    """Return a text as one line that says nothing to a terminal but its characters."""
+    line = " ".join(text.split())
+    return "".join(letter if letter.isprintable() else "\ufffd" for letter in line)
 
 
 def _read_flags(argv):
@@ -1265,7 +1271,7 @@ def _read_flags(argv):
         if name == "text":  # the first name of --show
             name = "show"
         if name not in ("student", "teacher", "show", "html"):
-            raise SystemExit(f"--{name}: no such flag\n{USAGE}")
+            raise SystemExit(f"{_plain(f'--{name}')}: no such flag\n{USAGE}")
         flags[name] = value
     if len(argv) % 2 or not {"student", "teacher", "show"} <= set(flags):
         raise SystemExit(USAGE)
@@ -1283,15 +1289,16 @@ def _load_tokenizer(flag, name):
     if path.is_dir():
         path = path / "tokenizer.json"
         if not path.is_file():
-            raise SystemExit(f"--{flag} {name}: holds no tokenizer.json; name another directory")
+            raise SystemExit(_plain(
+                f"--{flag} {name}: holds no tokenizer.json; name another directory"))
     try:
         if path.is_file():
             return Tokenizer.from_file(str(path))
         return Tokenizer.from_pretrained(name)
     except Exception as error:  # tokenizers and the hub have many types of them
         reason = str(error).strip().partition("\n")[0].removesuffix(".")
-        raise SystemExit(f"--{flag} {name}: cannot be loaded ({reason}); expected a hub id, a "
-                         "directory or a tokenizer.json") from None
+        raise SystemExit(_plain(f"--{flag} {name}: cannot be loaded ({reason}); expected a hub id, "
+                                "a directory or a tokenizer.json")) from None
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ Tests: tests/test_align_dp.py.
 """
 
 import bisect
+import re
 from typing import NamedTuple
 
 import numpy as np
@@ -83,17 +84,83 @@ def align_dp(student_ids, teacher_ids, student_table, teacher_table, max_combina
     teacher = _canonical_row(teacher_ids, teacher_table)
     s_chunk = np.full(len(student_ids), -1)
     t_chunk = np.full(len(teacher_ids), -1)
+    num_chunks = _align_rows(student, teacher, s_chunk, t_chunk, max_combination, band, anchor)
+    return _describe(student, teacher, s_chunk, t_chunk, num_chunks)
+
+
+def _align_rows(student, teacher, s_chunk, t_chunk, most, band, anchor):
+    """Write the chunks of two rows, each with data and starts; return their number."""
     num_chunks = 0
     s_first = t_first = 0
-    end = len(student.ids), len(teacher.ids)
+    end = len(student.starts) - 1, len(teacher.starts) - 1
     for s_stop, t_stop in [*_anchors(student, teacher, anchor), end]:
+        wide = max(band, MOST_CELLS // max(1, s_stop - s_first))
         num_chunks = _align_segment(
             student.data, student.starts, s_first, s_stop, s_chunk,
-            teacher.data, teacher.starts, t_first, t_stop, t_chunk,
-            max_combination, band, num_chunks)
+            teacher.data, teacher.starts, t_first, t_stop, t_chunk, most, wide, num_chunks)
         s_first = s_stop
         t_first = t_stop
-    return _describe(student, teacher, s_chunk, t_chunk, num_chunks)
+    return num_chunks
+
+
+# --- two texts ------------------------------------------------------------------------------------
+
+# words, runs of spaces, signs, and the letters of scripts that put no spaces between words
+WORD = re.compile(r"\s+|[^\W\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u3040-\u30ff\u3400-\u9fff"
+                  r"\uf900-\ufaff\U00020000-\U0003ffff]+|.", re.DOTALL)
+
+
+class WordRow(NamedTuple):
+    """Words of a text.
+
+    Attributes:
+        data: uint8, the bytes of all words, one after the other.
+        starts: (W + 1,) int64; word w is ``data[starts[w]:starts[w + 1]]``.
+        characters: (W + 1,) int64, the first character of each word and, last, the end.
+        is_word: (W,) bool, it is no space and no sign.
+    """
+
+    data: np.ndarray
+    starts: np.ndarray
+    characters: np.ndarray
+    is_word: np.ndarray
+
+
+def common_spans(first, second, band=48, anchor=24):
+    """List what two texts have in common, in order, by the search of `align_dp` over their words.
+
+    Args:
+        first, second: str.
+        band: half the width of the band, words; anchor: bytes of an anchor.
+    Returns:
+        list of (first character in one text, in the other, how many).  Each holds a word, or is the
+        beginning or end of both: spaces and signs alone stand everywhere.
+    """
+    if first == second:
+        return [(0, 0, len(first))] if first else []
+    rows = _words(first), _words(second)
+    sizes = [len(row.is_word) for row in rows]
+    chunks = [np.full(size, -1) for size in sizes]
+    _align_rows(*rows, *chunks, 1, band, anchor)
+    words_2W = np.stack([np.flatnonzero(chunk >= 0) for chunk in chunks])
+    spans = []
+    # neighbors on both sides
+    for i, j in np.split(words_2W, np.flatnonzero((np.diff(words_2W) != 1).any(0)) + 1, axis=1):
+        ends = [(0, 0), (sizes[0] - 1, sizes[1] - 1)]
+        if len(i) and (rows[0].is_word[i].any() or (i[0], j[0]) in ends or (i[-1], j[-1]) in ends):
+            begin = int(rows[0].characters[i[0]])
+            size = int(rows[0].characters[i[-1] + 1]) - begin
+            spans.append((begin, int(rows[1].characters[j[0]]), size))
+    return spans
+
+
+def _words(text):
+    words = WORD.findall(text)
+    pieces = [word.encode(errors="replace") for word in words]
+    data = np.frombuffer(b"".join(pieces), np.uint8)
+    starts = np.cumsum([0, *map(len, pieces)])
+    characters = np.cumsum([0, *map(len, words)])
+    return WordRow(data, starts, characters, np.array([word[0].isalnum() for word in words], bool))
 
 
 # --- canonical form -------------------------------------------------------------------------------
@@ -172,10 +239,13 @@ def _canonical(ids, data, starts, special, control_ids, name_data, name_starts):
 # --- anchors --------------------------------------------------------------------------------------
 
 
-def _anchors(student, teacher, size):
+DEPTH = 3  # how often anchors are looked for between anchors
+
+
+def _anchors(student, teacher, size, depth=DEPTH):
     """Return [(student token, teacher token)], rising: both begin the same n-gram of `size` bytes.
 
-    Such an n-gram occurs once on either side.
+    Such an n-gram occurs once on either side, or once between two others that are far apart.
     """
     s_hashes, s_tokens = _unique_ngrams(student, size)
     t_hashes, t_tokens = _unique_ngrams(teacher, size)
@@ -187,7 +257,24 @@ def _anchors(student, teacher, size):
     s_tokens = s_tokens[order]
     t_tokens = t_tokens[order]
     kept = _longest_rise(t_tokens)
-    return list(zip(s_tokens[kept].tolist(), t_tokens[kept].tolist()))
+    anchors = []
+    s_first = t_first = 0
+    end = len(student.starts) - 1, len(teacher.starts) - 1
+    for s_stop, t_stop in [*zip(s_tokens[kept].tolist(), t_tokens[kept].tolist()), end]:
+        if depth and (s_stop - s_first) * (t_stop - t_first) > MOST_CELLS:
+            inner = _anchors(_between(student, s_first, s_stop), _between(teacher, t_first, t_stop),
+                             size, depth - 1)
+            anchors += [(s_first + i, t_first + j) for i, j in inner]
+        anchors.append((s_stop, t_stop))
+        s_first = s_stop
+        t_first = t_stop
+    return anchors[:-1]
+
+
+def _between(row, first, stop):
+    """Return the tokens first .. stop - 1 of a row, as far as an n-gram needs them."""
+    starts = row.starts[first : stop + 1]
+    return row._replace(data=row.data[starts[0] : starts[-1]], starts=starts - starts[0])
 
 
 def _unique_ngrams(row, size):
@@ -239,6 +326,8 @@ TEACHER_GAP = 101
 
 # 64 per canonical byte and 1 per chunk: a chunk more never outweighs a byte, up to 64 chunks
 SCORE_OF_BYTE = 64
+
+MOST_CELLS = 1 << 19  # of a search without a band; not tuned
 
 REACH = 16  # most tokens of an M:N window and of the way to its begin; not tuned
 

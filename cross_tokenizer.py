@@ -15,8 +15,9 @@ Shapes: B texts, S student positions, T teacher positions, V, W the two vocabula
 Fields and names that end in `_next` or `_chunk` are shifted already: entry t describes the token
 that position t predicts.
 
-Needs torch, numpy, align.py (numba) and losses.py.  `piece_kl` and the other divergences need
-translation.py too, and either spelling.py, to build their tables here, or those tables in a file.
+Needs torch, numpy, align.py (numba), losses.py and loss_bounds.py.  `piece_kl` and the other
+divergences need nodes.py and translation.py too, and either spelling.py, to build their tables
+here, or those tables in a file.
 Copy these files into your own repository.  License: Apache-2.0 (see LICENSE).
 Tests: tests/test_cross_tokenizer.py.
 """
@@ -34,11 +35,12 @@ import numpy as np
 import torch
 
 try:
-    from . import align, losses
+    from . import align, loss_bounds, losses
 except ImportError:  # copied beside them, not into a package
     import align
+    import loss_bounds
     import losses
-for module, name in ((align, "TokenTable"), (losses, "log_masses")):
+for module, name in ((align, "TokenTable"), (losses, "log_masses"), (loss_bounds, "NUMBERS")):
     if not hasattr(module, name):
         raise ImportError(f"{module.__file__} is another module: copy Isogloss's beside {__file__}")
 
@@ -50,6 +52,7 @@ def _beside(name):
 
 
 IGNORED = -100  # label of positions that predict nothing, as in transformers
+INTEGERS = torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8
 
 # --- what a batch holds ---------------------------------------------------------------------------
 
@@ -179,21 +182,31 @@ MAKE_TABLES = {
 
 
 def check_parameters(name, parameters):
-    """Raise a ValueError for a loss that does not exist, or parameters that it does not have."""
+    """Raise a ValueError for a loss that does not exist, or parameters that it does not take."""
     if name not in LOSSES:
         raise ValueError(f"loss={name!r}: no such loss; choose one of {', '.join(LOSSES)}")
     # what is left of a signature is what this file passes itself
     known = set(inspect.signature(LOSSES[name].function).parameters)
     if "options" in known:
         known |= set(inspect.signature(losses.position_divergence).parameters)
-    settings = known & {"temperature", "beta", "skew", "alpha", "top_k", "support", "mode",
-                        "reverse", "uncommon_topk", "teacher_average", "kept_K", "matched_weight"}
+    settings = known & {*loss_bounds.NUMBERS, *loss_bounds.CHOICES, "kept_K"}
     if LOSSES[name].needs == "translation":
         settings.add("text_weight")  # 1: there is no cross-entropy beside it
-    for parameter in parameters:
+    for parameter, value in parameters.items():
         if parameter not in settings:
-            raise ValueError(f"{parameter}={parameters[parameter]!r}: {name} has no such parameter;"
-                             f" it has {', '.join(sorted(settings))}")
+            raise ValueError(f"{parameter}={value!r:.80}: {name} has no such parameter; it has "
+                             f"{', '.join(sorted(settings))}")
+        if parameter != "kept_K":
+            loss_bounds.check_value(parameter, value)
+
+
+def check_columns(kept_K, W):
+    """Raise a ValueError for a `kept_K` that is none of a teacher with W tokens."""
+    is_list = isinstance(kept_K, torch.Tensor) and kept_K.dtype == torch.int64 and kept_K.ndim == 1
+    if not (is_list and len(kept_K) and (kept_K[1:] > kept_K[:-1]).all()
+            and 0 <= kept_K[0] and kept_K[-1] < W):
+        raise ValueError("kept_K: expected a tensor of int64, the sorted ids of some of the "
+                         f"teacher's {W} tokens")
 
 
 # --- tables ---------------------------------------------------------------------------------------
@@ -208,7 +221,8 @@ def read_tables(needs, source, tokenizers, token_tables):
             them (translation only, in seconds; spelling.py).
         tokenizers, token_tables: the student's and the teacher's.
     Raises:
-        ValueError: they are needed and cannot be built, or belong to other tokenizers.
+        ValueError: they are needed and cannot be built or read, belong to other tokenizers, or hold
+            what no tool writes.
     """
     if not needs:
         return ()
@@ -222,7 +236,7 @@ def read_tables(needs, source, tokenizers, token_tables):
 
         source = build_translation_tables(tokenizers, token_tables)
     elif not isinstance(source, dict):
-        source = torch.load(source, weights_only=True, map_location="cpu")
+        source = _read_file(source, command)
     for role, tokenizer in zip(("student", "teacher"), tokenizers):
         expected = source.get(f"{role}_fingerprint")
         if expected not in (None, align.fingerprint(tokenizer)):
@@ -235,16 +249,97 @@ def read_tables(needs, source, tokenizers, token_tables):
     missing = [key for key in keys if key not in source]
     if missing:
         raise ValueError(f"tables: no {missing[0]} in them; expected what is made by {command}")
-    arrays = [_as_index(source[key]) for key in keys]
+    arrays = {key: _as_index(source[key]) for key in keys}
     V, W = map(len, token_tables)
     if needs == "projection":
-        if len(arrays[0]) < V:
-            _refuse_sizes(command, f"{len(arrays[0])} rows", V, W)
-        return arrays[0][:V], arrays[1][:V]
-    tables = Tables(*arrays)
-    if (len(tables.cell_V), len(tables.cell_W)) != (V, W):
-        _refuse_sizes(command, f"{len(tables.cell_V)} and {len(tables.cell_W)} tokens", V, W)
-    return tables
+        return _checked_projection(*arrays.values(), V, W, command)
+    _check_translation(arrays, V, W, command)
+    return Tables(**arrays)
+
+
+def _read_file(path, command):
+    """Return what a file of tables holds, a dict."""
+    try:
+        with warnings.catch_warnings(action="ignore"):  # about pickles that torch did not write
+            held = torch.load(path, weights_only=True, map_location="cpu")
+    except OSError as error:
+        raise ValueError(f"tables={str(path)!r}: cannot be read ({error.strerror}); make it by "
+                         f"{command}") from None
+    except Exception as error:  # torch raises half a dozen types, of some with advice to trust it
+        raise ValueError(f"tables={str(path)!r:.300}: no readable file of tables "
+                         f"({type(error).__name__}); make it by {command}") from None
+    if not isinstance(held, dict):
+        raise ValueError(f"tables={str(path)!r}: holds a {type(held).__name__}; expected a file of "
+                         f"tables, made by {command}")
+    return held
+
+
+def _checked_projection(indices, likelihoods, V, W, command):
+    """Return (indices (V, K), likelihoods (V, K)) of a projection."""
+    both = indices, likelihoods
+    if not all(isinstance(x, torch.Tensor) and x.ndim == 2 and x.numel() for x in both) or (
+            indices.shape != likelihoods.shape or indices.dtype != torch.int64
+            or not likelihoods.is_floating_point()):
+        raise ValueError("tables: expected indices of integers and likelihoods of floats, both "
+                         f"(V, K); make them by {command}")
+    if len(indices) < V:
+        _refuse_sizes(command, f"{len(indices)} rows", V, W)
+    indices, likelihoods = indices[:V], likelihoods[:V]
+    _check_range("indices", indices, -1, W - 1, command)
+    weights = likelihoods.double()
+    sums = weights.sum(1)
+    is_wrong = ~weights.isfinite() | (weights < 0) | ((indices < 0) & (weights > 0))
+    is_unsorted = weights[:, 1:] > weights[:, :-1]
+    is_off = ((sums - 1).abs() > 1e-2) & (sums > 0)  # bfloat16 rounds a row to thousandths
+    if is_wrong.any() or is_unsorted.any() or is_off.any() or not sums.any():
+        raise ValueError("tables: likelihoods of a projection are 0 or more, sorted in each row, 0 "
+                         "in unused slots (-1), and add up to 1 or to 0; these do not; make them "
+                         f"by {command}")
+    return indices, likelihoods
+
+
+# {field of `nodes.Tables`: (its axes, lowest and highest number)}; a letter stands for a size
+FIELDS = {
+    "cell_V": ("V", 0, "C"), "cell_W": ("W", 0, "C"), "closed_V": ("V", None, None),
+    "pieces_W": ("WP", -1, "V-1"), "order_W": ("W", 0, "W-1"), "low_W": ("WP", 0, "W"),
+    "high_W": ("WP", 0, "W"), "pieces_V": ("VQ", -1, "W-1"), "order_V": ("V", 0, "V-1"),
+    "low_V": ("VQ", 0, "V"), "high_V": ("VQ", 0, "V"), "rank_V": ("V", 0, "V-1"),
+    "longer_F": ("F", 0, "W-1"), "longer_rank_F": ("F", 0, "V-1"), "join_start_V": ("S", 0, "J"),
+    "join_low_J": ("J", 0, "W"), "join_high_J": ("J", 0, "W"), "joined_V": ("V", 0, "W"),
+}
+
+
+def _check_translation(arrays, V, W, command):
+    """Raise a ValueError for tables that no tool writes, whose numbers would lead anywhere."""
+    for key, value in arrays.items():
+        is_number = key == "num_cells" and type(value) is int and value >= 0
+        if not is_number and not (isinstance(value, torch.Tensor) and value.dtype == torch.int64):
+            raise ValueError(f"tables: {key} is no table of integers; make them by {command}")
+    num_tokens = tuple(arrays[key].numel() for key in ("cell_V", "cell_W"))
+    if num_tokens != (V, W):
+        _refuse_sizes(command, "{} and {} tokens".format(*num_tokens), V, W)
+    sizes = {"V": V, "W": W, "C": int(arrays["num_cells"]), "V-1": V - 1, "W-1": W - 1, "S": V + 1,
+             "P": arrays["pieces_W"].shape[-1], "Q": arrays["pieces_V"].shape[-1],
+             "F": arrays["longer_F"].numel(), "J": arrays["join_low_J"].numel()}
+    for key, (axes, low, high) in FIELDS.items():
+        shape = tuple(map(sizes.get, axes))
+        if tuple(arrays[key].shape) != shape:
+            raise ValueError(f"tables: {key} has the shape {tuple(arrays[key].shape)}; expected "
+                             f"{shape}; make them by {command}")
+        if low is not None:
+            _check_range(key, arrays[key], low, sizes.get(high, high), command)
+    starts = arrays["join_start_V"]
+    ranges = [(starts[:-1], starts[1:])]
+    ranges += [(arrays[f"low_{axis}"], arrays[f"high_{axis}"]) for axis in "WV"]
+    ranges.append((arrays["join_low_J"], arrays["join_high_J"]))
+    if any((low > high).any() for low, high in ranges):
+        raise ValueError(f"tables: a range ends before it begins; make them by {command}")
+
+
+def _check_range(key, numbers, low, high, command):
+    if numbers.numel() and not low <= int(numbers.min()) <= int(numbers.max()) <= high:
+        raise ValueError(f"tables: {key} holds {int(numbers.min())} to {int(numbers.max())}; "
+                         f"expected {low} to {high}; make them by {command}")
 
 
 def _refuse_sizes(command, arrived, V, W):
@@ -254,9 +349,9 @@ def _refuse_sizes(command, arrived, V, W):
 
 def _as_index(value):
     """Return an array as a tensor, integers as int64, which indexes tensors."""
-    if isinstance(value, np.ndarray):
+    if isinstance(value, np.ndarray) and value.dtype.kind in "iuf":
         value = torch.from_numpy(value)
-    if isinstance(value, torch.Tensor) and not value.is_floating_point():
+    if isinstance(value, torch.Tensor) and value.dtype in INTEGERS:
         return value.long()
     return value
 
@@ -280,8 +375,7 @@ class CrossTokenizerKD:
     def __init__(self, student_tokenizer, teacher_tokenizer, loss="piece_kl", tables=None,
                  max_length=1024, **parameters):
         check_parameters(loss, parameters)
-        if max_length < 2:
-            raise ValueError(f"max_length={max_length}: expected 2 or more")
+        loss_bounds.check_value("max_length", max_length)
         self.tokenizers = (student_tokenizer, teacher_tokenizer)
         self.token_tables = tuple(map(align.TokenTable.from_tokenizer, self.tokenizers))
         self.spec = LOSSES[loss]
@@ -289,6 +383,8 @@ class CrossTokenizerKD:
             if self.spec.needs == "translation":
                 self.spec = LossSpec(self.spec.function, compute_per_position)
         self.tables = read_tables(self.spec.needs, tables, self.tokenizers, self.token_tables)
+        if parameters.get("kept_K") is not None:
+            check_columns(parameters["kept_K"], len(self.token_tables[1]))
         if self.spec.prepare:
             self.tables = self.spec.prepare(*self.tables)
         self.max_length = max_length

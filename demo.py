@@ -13,6 +13,7 @@ On a CPU two students train side by side, a rank with half of the cores each: a 
 another one computes, and all seconds are measured alike.  demo_report.py shows what came out.
 """
 
+import contextlib
 import hashlib
 import io
 import json
@@ -32,6 +33,7 @@ from typing import NamedTuple
 
 from isogloss import align, demo_report
 from isogloss.demo_report import EQUAL_TOKENIZERS, NO_TEACHER, SAME_TIME, read_json_lines
+from isogloss.flags.terminal import guard_terminal, unguarded
 
 CACHE = Path(os.environ.get("ISOGLOSS_CACHE", ".cache"))
 RUNS = Path("runs/demo")
@@ -319,7 +321,7 @@ def train_teacher(tokenizer, texts, shows_progress):
     order = []  # indices of the batches that this epoch has not used yet
     seconds_between_updates = 0.5 if sys.stderr.isatty() else 10
     bar = tqdm(range(steps), desc="both teachers", unit="step", disable=not shows_progress,
-               mininterval=seconds_between_updates)
+               mininterval=seconds_between_updates, file=unguarded(sys.stderr))
     for _ in bar:
         if not order:
             order = torch.randperm(len(batches), generator=generator).tolist()
@@ -585,14 +587,16 @@ def train(folder, arm, seed, ranks, threads, values):
 
 
 def main():
+    guard_terminal()
     begin = time.perf_counter()
     seeds = list(map(int, os.environ.get("SEEDS", "0").split()))
     folder = recipe_folder()
     prepare(folder, seeds)
     preparation_seconds = time.perf_counter() - begin
     print("The tokens of the student above those of the teacher; a bar is inside of a chunk:")
-    align.main(["--student", str(folder / "equal_teacher"), "--teacher", str(folder / "teacher"),
-                "--show", SHOWN])
+    with contextlib.redirect_stdout(unguarded(sys.stdout)):  # which has colors
+        align.main(["--student", str(folder / "equal_teacher"),
+                    "--teacher", str(folder / "teacher"), "--show", SHOWN])
 
     layout = choose_layout()
     runs = train_arms(folder, seeds, layout)

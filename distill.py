@@ -18,8 +18,10 @@ from functools import partial, reduce
 from typing import NamedTuple
 
 from isogloss.config import Config
+from isogloss.flags.parse import is_first_of_node, prepare_rank, refusing
 
 if __name__ == "__main__":  # --help and wrong flags end here, before torch is imported
+    prepare_rank()
     Config.read(sys.argv[1:])
 
 import torch
@@ -27,10 +29,8 @@ import torch.distributed as dist
 import transformers
 
 from isogloss import build, once_in_a_while as once
-from isogloss.checkpoints.checkpoint import CannotSave
 from isogloss.data.workers import end_workers
-from isogloss.errors import DataError
-from isogloss.flags.parse import refusing
+from isogloss.errors import CannotSave, DataError
 from isogloss.inputs import check_inputs
 from isogloss.job import launch, rendezvous, watch
 from isogloss.job.counts import device_sums
@@ -53,7 +53,7 @@ def main(cfg):
     """Train, export, and end; wrong input ends every rank with one line before the first step."""
     launch.silence_libraries()
     with watch.signal_handlers_restored(), watch.end_with_launchers():
-        with refusing():
+        with refusing(loud=is_first_of_node()):
             roles = split_ranks(cfg.teacher_ranks) if cfg.teacher_ranks and cfg.kd_weight else None
             launch.join_store()
         run = build.serve_teachers if roles and roles.role == "teacher" else train_student
@@ -82,6 +82,7 @@ def train_student(cfg, roles, device):
     with closing(log):
         once.write_results(state, inputs)
         show_report(cfg, log, state.engine.monitor)
+    once.end_unless_taught(state)
 
 
 def cli(argv=None):
@@ -154,6 +155,7 @@ def take_steps(state, batches, held_out, start, *, log, signals, times_collectiv
             state.writer.begin(state.drafts)
         report = train_step(state, micro_batches)
         state.steps_taken = step
+        state.taught.note(report.counts)
         log.write_later(step, partial(once.timed_metrics, report, begin, Moment(state.device)))
         if state.writer:
             log.write_records("rollouts", step, state.writer.records)
@@ -227,7 +229,7 @@ def train_step(state, micro_batches):
         if engine.was_step_applied():
             setup.source.follow(engine.module)
     # 4. what comes of global means, once the device has computed them
-    sums = Readback(device_sums(sums.flatten()).view(-1, 3))
+    sums = Readback(device_sums(sums.flatten()).view_as(sums))
     state.bad_steps.note(engine, sums, teacher_names(state))
     report = StepReport(state, counts, sums, kd_weights(state))
     report.others |= state.student.metrics() | {"lr": lr}
@@ -298,7 +300,7 @@ def loss_terms(state, batch, targets, weights):
     for teacher_batch, target, weight in zip(teachers, targets, weights.kd):
         terms.append(TeacherTerm(teacher_batch, target, weight))
     return LossTerms(weights.ce, terms, batch.student.tiles, state.sequence_group,
-                     state.engine.module.loss_parameters())
+                     state.engine.module.loss_parameters(), dump=state.dump_of(batch))
 
 
 def follow_scales(state, report):

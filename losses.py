@@ -22,11 +22,11 @@ tokenizer's vocabulary (no padding rows of the lm_head).
 
 Needs torch only.  Copy this file into your own repository.  The formulas are plain torch, on every
 device; `torch.compile` makes them faster.
-Tests: tests/test_losses.py.
-License: Apache-2.0 (see LICENSE).
+License: Apache-2.0 (see LICENSE).  Tests: tests/test_losses.py.
 """
 
 import math
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -34,6 +34,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 SumAndCount = tuple[Tensor, Tensor]
+# is shown the (C, K) logarithms of a student's and its teacher's masses that a loss compares
+Observer = Callable[[Tensor, Tensor], None]
 
 SHIFT = 70.0  # nats; exp(SHIFT) lifts small masses above float32's smallest, see log_masses
 EPSILON = 1e-10  # added to projected probability, so that no token costs more than about 23 nats
@@ -237,18 +239,12 @@ def row_sums(x_NX: Tensor, of_N: Tensor, num: int) -> Tensor:
     return Segments.of(of_N, num).sum(x_NX)
 
 
-def take_rows(x_NX: Tensor, row_R: Tensor) -> Tensor:
-    """Return rows by their numbers; rows that are taken twice have a gradient in a fixed order."""
+def take(x_NX: Tensor, axis: int, number_E: Tensor) -> Tensor:
+    """Return rows (axis 0) or columns; those taken twice have a gradient in a fixed order."""
     if x_NX.device.type in ORDERED_DEVICES or not x_NX.requires_grad:
-        return x_NX.index_select(0, row_R)
-    return x_NX[row_R]  # its gradient sorts the numbers, where that of index_select has atomics
-
-
-def take_columns(x_NX: Tensor, column_E: Tensor) -> Tensor:
-    """Return columns by their numbers, likewise."""
-    if x_NX.device.type in ORDERED_DEVICES or not x_NX.requires_grad:
-        return x_NX.index_select(1, column_E)
-    return x_NX[:, column_E]
+        return x_NX.index_select(axis, number_E)
+    # its gradient sorts the numbers, where that of index_select has atomics
+    return x_NX[:, number_E] if axis else x_NX[number_E]
 
 
 class Columns(NamedTuple):
@@ -324,9 +320,7 @@ def log_masses(x_NX: Tensor, columns: Columns) -> Tensor:
     """Return (N, K) logarithms of the masses of sets of tokens, up to a constant of the row.
 
     Masses down to e^-157 of the largest are told apart; a set of nothing has one below these.
-
-    Args:
-        x_NX: logits, at least float32.
+    x_NX: logits, at least float32.
     """
     # those in no set may be larger than all others
     x_NX = x_NX.masked_fill(columns.none_X, -torch.inf)
@@ -401,7 +395,8 @@ def position_divergence(
             hold NaN where the mask is False.
         mask_BS: bool, positions to compare; None: all, then nothing here waits for the device.
         temperature, teacher_temperature: tau of student and teacher, > 0; None: the same.
-        top_k: compare that many tokens and the rest as one bucket; 0: all tokens.
+        top_k: compare that many tokens and the rest as one bucket; 0: all tokens.  Tokens to which
+            the supporting model gives nothing are in no top_k.
         support: whose top_k: "teacher" or "student".
         tail: False: no bucket for the rest, both are renormalized on the kept tokens.
         coefficient: beta, skew or alpha of the divergences that have one.
@@ -413,8 +408,9 @@ def position_divergence(
     check_side("student", student_logits_BSV, mask_BS=mask_BS)
     check_side("teacher", teacher_logits_BSV)
     check_equal_shapes(student_logits_BSV, teacher_logits_BSV)
-    student_NV = _select_positions(student_logits_BSV, mask_BS)
-    teacher_NV = _select_positions(teacher_logits_BSV.detach(), mask_BS)
+    student_NV, teacher_NV = [
+        x_BSV.flatten(0, 1) if mask_BS is None else x_BSV[mask_BS]
+        for x_BSV in (student_logits_BSV, teacher_logits_BSV.detach())]
     teacher_temperature = teacher_temperature or temperature
     shape_BS = student_logits_BSV.shape[:2]
     row_N = None if mask_BS is None else mask_BS.reshape(-1).nonzero().squeeze(1)
@@ -423,8 +419,11 @@ def position_divergence(
         logq = _clamped_logp(teacher_NV, teacher_temperature)
     if top_k:
         ids_NK = _support_ids(student_NV, teacher_NV, support, top_k)
-        logp = top_k_buckets(logp, ids_NK, tail)
-        logq = top_k_buckets(logq, ids_NK, tail)
+        # one of many tokens without mass is any of them
+        judge, log_zero = (logq, LOG_ZERO) if support == "teacher" else (logp, LOG_ZERO - SHIFT)
+        empty_NK = judge.gather(1, ids_NK) <= log_zero + 1
+        logp = top_k_buckets(logp, ids_NK, empty_NK, tail)
+        logq = top_k_buckets(logq, ids_NK, empty_NK, tail)
     value_N = scaled(divergence_of(name, logp, logq, coefficient), temperature**2)
     return reduce_terms(value_N, row_N, shape_BS, weight_BS, reduction)
 
@@ -450,10 +449,6 @@ def merge_unkept(
     return torch.cat([x_BSV.masked_fill(~is_kept, 10 * FLOOR * temperature), rest], -1)
 
 
-def _select_positions(x_BSX: Tensor, mask_BS: Tensor | None) -> Tensor:
-    return x_BSX.flatten(0, 1) if mask_BS is None else x_BSX[mask_BS]
-
-
 def _soften(logits: Tensor, temperature: float) -> Tensor:
     """Divide logits by the temperature, in at least float32."""
     logits = at_least_float32(logits)
@@ -472,16 +467,17 @@ def _support_ids(student_NV: Tensor, teacher_NV: Tensor, support: str, top_k: in
     return x_NV.detach().topk(min(top_k, x_NV.shape[1]), -1).indices
 
 
-def top_k_buckets(logp_NV: Tensor, ids_NK: Tensor, tail: bool) -> Tensor:
+def top_k_buckets(logp_NV: Tensor, ids_NK: Tensor, empty_NK: Tensor, tail: bool) -> Tensor:
     """Return log-probabilities of the kept tokens and, with `tail`, of all others together.
 
-    Without `tail`, renormalize the kept tokens.
+    Without `tail`, renormalize the kept tokens.  Those of `empty_NK` are among the others.
     """
-    kept_NK = logp_NV.gather(1, ids_NK)
+    every_NK = logp_NV.gather(1, ids_NK)
+    kept_NK = every_NK.masked_fill(empty_NK, 10 * FLOOR)  # exp(10 * FLOOR) is 0
     if not tail:
         return kept_NK - kept_NK.logsumexp(-1, keepdim=True)
     # the tail comes from the other tokens: 1 - sum would lose a small tail, and its gradient
-    others = logp_NV.scatter(1, ids_NK, 10 * FLOOR)  # exp(10 * FLOOR) is 0
+    others = logp_NV.scatter(1, ids_NK, every_NK.masked_fill(~empty_NK, 10 * FLOOR))
     tail_N = others.logsumexp(-1)
     return torch.cat([kept_NK, at_least(tail_N[:, None], FLOOR)], 1)
 
@@ -644,8 +640,14 @@ def chunk_mean(x_NX: Tensor, of_N: Tensor, count_C: Tensor) -> Tensor:
     return row_sums(x_NX, of_N, len(count_C)) / count_C[:, None]
 
 
+def _averages_logs(chunk_average: str) -> bool:
+    if chunk_average not in ("p", "logp"):
+        raise ValueError(f"chunk_average={chunk_average!r}: expected 'p' or 'logp'")
+    return chunk_average == "logp"
+
+
 def _select_rows(logits_NX: Tensor, row_N: Tensor, temperature: float) -> Tensor:
-    return _soften(take_rows(logits_NX, row_N), temperature)
+    return _soften(take(logits_NX, 0, row_N), temperature)
 
 
 def _chunk_rows(logits_BNX: Tensor, row_N: Tensor, whole: bool, temperature: float) -> Tensor:
@@ -685,14 +687,15 @@ def softened(log_KG: Tensor, log_zero: float, temperature: float) -> Tensor:
 
     Args:
         log_KG: logarithms of masses, up to a constant of the row.
-        log_zero: log-probability that stands for a mass of 0, which stays 0.
+        log_zero: log-probability that stands for a mass of 0, which stays 0; padding has a lower
+            one, and keeps it.
     """
     if temperature == 1:
         return log_KG
     logp_KG = log_KG.log_softmax(-1)
     is_zero_KG = logp_KG <= log_zero + 1  # rounding, and what is added to a mass to be above 0
-    logp_KG = (logp_KG / temperature).masked_fill(is_zero_KG, -torch.inf)
-    return at_least(logp_KG.log_softmax(-1), log_zero)
+    soft_KG = (logp_KG / temperature).masked_fill(is_zero_KG, -torch.inf).log_softmax(-1)
+    return at_least(soft_KG, log_zero).where(~is_zero_KG, logp_KG.detach().clamp(max=log_zero))
 
 
 def soften_bernoulli(logp: Tensor, temperature: float) -> Tensor:
@@ -746,9 +749,10 @@ def teacher_importance(
 def projection_kl(
     student_logits_BSV: Tensor, teacher_logits_BTW: Tensor, student_chunk_BS: Tensor,
     teacher_chunk_BT: Tensor, indices_VK: Tensor, likelihoods_VK: Tensor,
-    *, kept_K: Tensor | None = None, temperature: float = 1.0, teacher_average: str = "p",
+    *, kept_K: Tensor | None = None, temperature: float = 1.0, chunk_average: str = "p",
     reverse: bool = False, weight_BS: Tensor | None = None, reduction: str = "sum",
     entries: "Entries | None" = None, chunks: Chunks | None = None, has_rest: bool = False,
+    observe: Observer | None = None,
 ) -> SumAndCount:
     """Compute P-KL: the sum over chunks of tau^2 KL(target || r) in the teacher's vocabulary.
 
@@ -762,12 +766,14 @@ def projection_kl(
         student_chunk_BS, teacher_chunk_BT: int64, shifted chunk ids, -1 for none.
         indices_VK, likelihoods_VK: the projection, -1 in unused slots; rows sum to 1 or 0.
         kept_K: (K,) int64 sorted teacher columns; None keeps all.
-        teacher_average: "p", or "logp": the mean of log-probabilities, as NeMo-RL's (can be < 0).
+        chunk_average: "p", or "logp": the target is the mean of log-probabilities over the kept
+            columns, not renormalized, as NeMo RL's (can be < 0).
         reverse: KL(r || target).
         entries: `projection_entries` of these arguments, if many calls share them.
         chunks: `find_chunks` of the same ids, if known; then nothing here waits for the device.
         has_rest: the last teacher column is all tokens whose logits are -inf (`tiles.TopKLogits`),
             compared with all columns of which the chunk's rows keep nothing.  Not with "logp".
+        observe: is shown what is compared, see `Observer`.
     Returns:
         (sum, count): nats over chunks that have a position on both sides, and how many there are.
     Raises:
@@ -782,13 +788,9 @@ def projection_kl(
     chunks = chunks or find_chunks(student_chunk_BS, teacher_chunk_BT)
     with torch.no_grad():
         y_MW = _chunk_rows(teacher_logits_BTW.detach(), chunks.row_T, chunks.whole_T, temperature)
-        columns_K = kept_K
-        if kept_K is not None and has_rest:
-            columns_K = torch.cat([kept_K, kept_K.new_full((1,), y_MW.shape[1] - 1)])
-        log_target_CK = _projection_target(y_MW, chunks, columns_K, teacher_average)
-    if entries is None:
-        width = y_MW.shape[1] - has_rest
-        entries = projection_entries(indices_VK, likelihoods_VK, width, kept_K)
+        log_target_CK = _projection_target(y_MW, chunks, kept_K, chunk_average, has_rest)
+    entries = entries or projection_entries(
+        indices_VK, likelihoods_VK, y_MW.shape[1] - has_rest, kept_K)
     x_NV = _chunk_rows(student_logits_BSV, chunks.row_S, chunks.whole_S, temperature)
     r_NK = _project(x_NV.log_softmax(-1), entries)
     r_CK = chunk_mean(r_NK, chunks.of_S, chunks.count_S)
@@ -799,20 +801,25 @@ def projection_kl(
         log_r_CK, log_target_CK = _merge_empty_columns(r_CK, log_target_CK)
     else:
         log_r_CK = (r_CK + EPSILON).log()
+    if observe:
+        observe(log_r_CK, log_target_CK)
     kl_C = _kl(log_r_CK, log_target_CK) if reverse else _kl(log_target_CK, log_r_CK)
     value_C = scaled(kl_C, temperature**2)
     return reduce_terms(value_C, chunks.first_S, student_chunk_BS.shape, weight_BS, reduction)
 
 
 def _projection_target(
-    y_MW: Tensor, chunks: Chunks, kept_K: Tensor | None, teacher_average: str,
+    y_MW: Tensor, chunks: Chunks, kept_K: Tensor | None, chunk_average: str, has_rest: bool
 ) -> Tensor:
-    """Return the (C, K) log of the teacher's mean distribution over the kept columns."""
+    """Return the (C, K) log of the teacher's mean distribution over the kept columns, and a rest's.
+    """
     if kept_K is None:
         logq_MK = y_MW.log_softmax(-1)
     else:
+        if has_rest:
+            kept_K = torch.cat([kept_K, kept_K.new_full((1,), y_MW.shape[1] - 1)])
         logq_MK = y_MW.gather(1, kept_K.expand(len(y_MW), -1)).log_softmax(-1)
-    if teacher_average == "logp":
+    if _averages_logs(chunk_average):
         return chunk_mean(at_least(logq_MK, FLOOR), chunks.of_T, chunks.count_T)
     q_CK = chunk_mean(logq_MK.exp(), chunks.of_T, chunks.count_T)
     return q_CK.clamp(min=TINY_MASS).log()
@@ -892,7 +899,7 @@ def projection_entries(
 
 def _project(logp_NV: Tensor, entries: Entries) -> Tensor:
     """Return (N, K) p @ W; reads only columns that have an entry."""
-    mass_NE = take_columns(logp_NV, entries.row_E).exp() * entries.weight_E.to(logp_NV)
+    mass_NE = take(logp_NV, 1, entries.row_E).exp() * entries.weight_E.to(logp_NV)
     if logp_NV.device.type in ORDERED_DEVICES:
         zeros_NK = mass_NE.new_zeros(len(mass_NE), entries.width)
         return zeros_NK.index_add(1, entries.column_E, mass_NE)
@@ -953,8 +960,9 @@ def other_tokens(ids_N: Tensor, size: int) -> Tensor:
 def gold(
     student_logits_BSV: Tensor, teacher_logits_BTW: Tensor, student_chunk_BS: Tensor,
     teacher_chunk_BT: Tensor, common_V: Tensor, common_W: Tensor, *, temperature: float = 1.0,
-    uncommon_topk: int = 8192, reverse: bool = False, weight_BS: Tensor | None = None,
-    reduction: str = "sum", chunks: Chunks | None = None, rest: tuple[Tensor, Tensor] | None = None,
+    uncommon_topk: int = 8192, chunk_average: str = "p", reverse: bool = False,
+    weight_BS: Tensor | None = None, reduction: str = "sum", chunks: Chunks | None = None,
+    rest: tuple[Tensor, Tensor] | None = None, observe: Observer | None = None,
 ) -> SumAndCount:
     """Compute the KL on common tokens plus the distance of the sorted probabilities of the rest.
 
@@ -966,6 +974,8 @@ def gold(
         common_V, common_W: (N,) int64, from `common_tokens`.
         uncommon_topk: how many of the others are compared, the largest; at most as many as either
             side has.
+        chunk_average: "p", or "logp", as NeMo RL's: log p and log q are the means of log-
+            probabilities, not renormalized, and there is no bucket (can be < 0).
         reverse: KL(p || q).
         rest: `other_tokens` of common_V and of common_W; None: computed in every call.
     Others and Returns: see `projection_kl`.
@@ -976,15 +986,20 @@ def gold(
     common, others = _common_and_others(student_logits_BSV, teacher_logits_BTW,
                                         (common_V, common_W), rest)
     x_NV = _chunk_rows(student_logits_BSV, chunks.row_S, chunks.whole_S, temperature)
-    logp_CV = _log_chunk_mean(x_NV.log_softmax(-1), chunks.of_S, chunks.count_S)
+    has_logs = _averages_logs(chunk_average)
+    log_mean = chunk_mean if has_logs else _log_chunk_mean
+    logp_CV = log_mean(at_least(x_NV.log_softmax(-1), FLOOR), chunks.of_S, chunks.count_S)
     with torch.no_grad():
         y_MW = _chunk_rows(teacher_logits_BTW, chunks.row_T, chunks.whole_T, temperature)
-        logq_CW = _log_chunk_mean(y_MW.log_softmax(-1), chunks.of_T, chunks.count_T)
+        logq_CW = log_mean(at_least(y_MW.log_softmax(-1), FLOOR), chunks.of_T, chunks.count_T)
     # logarithms: KL(q || p) needs the tokens to which p gives almost nothing
     logp_others = logp_CV.index_select(1, others.student)
     logq_others = logq_CW.index_select(1, others.teacher)
-    logp = _with_bucket(logp_CV.index_select(1, common.student), logp_others)
-    logq = _with_bucket(logq_CW.index_select(1, common.teacher), logq_others)
+    logp, logq = logp_CV.index_select(1, common.student), logq_CW.index_select(1, common.teacher)
+    if observe:
+        observe(logp, logq)
+    if not has_logs:
+        logp, logq = _with_bucket(logp, logp_others), _with_bucket(logq, logq_others)
     kl_C = _kl(logp, logq) if reverse else _kl(logq, logp)
     num_compared = min(uncommon_topk, len(others.student), len(others.teacher))
     distance_C = sorted_distance(logp_others.exp(), logq_others.exp(), num_compared)
@@ -1004,8 +1019,7 @@ def _common_and_others(
 
 
 def _log_chunk_mean(logp_NX: Tensor, of_N: Tensor, count_C: Tensor) -> Tensor:
-    """Return the (C, X) logarithm of `chunk_mean` of the probabilities, at least FLOOR."""
-    logp_NX = at_least(logp_NX, FLOOR)
+    """Return the (C, X) logarithm of `chunk_mean` of the probabilities, each at least FLOOR."""
     if len(logp_NX) == len(count_C):  # every chunk is one row
         return logp_NX
     top_CX = Segments.of(of_N, len(count_C)).reduce(logp_NX.detach(), "max")

@@ -125,16 +125,18 @@ class Completion:
 
     Attributes:
         ids: (N,) int64 on the CPU; the last one is the stop token if one ended the completion.
-        logp: (N,) float32, log-probability of each token under the model itself (temperature 1, no
-            top_p), nats.
-        entropy: (N,) float32, of the model's distribution at each place, nats.
+        logp: (N,) float32, log-probability of each token as it was drawn, see `drawn_logp`, nats.
+        entropy: (N,) float32, of the model's own distribution at each place, nats.
         ended: the model wrote a stop token, or `is_complete` said so; else it was cut.
+        temperature, top_p: those of `logp`.
     """
 
     ids: Tensor
     logp: Tensor
     entropy: Tensor
     ended: bool
+    temperature: float = 1.0
+    top_p: float = 1.0
 
 
 def write(
@@ -210,6 +212,24 @@ def _batches_of(lengths: list[int], batch_size: int, equal_lengths: bool) -> lis
         numbers = list(group)
         batches += [numbers[i : i + batch_size] for i in range(0, len(numbers), batch_size)]
     return batches
+
+
+def drawn_logp(logp_BV: Tensor, temperature: float = 1.0, top_p: float = 1.0) -> Tensor:
+    """Return the log-probabilities that tokens are drawn by, from those of the model itself.
+
+    They are those of softmax(log p / temperature), of the most likely tokens with mass top_p alone.
+
+    Args:
+        logp_BV: (B, V) float, nats.
+        temperature, top_p: see `write`; at temperature 0, where nothing is drawn, the model's own.
+    Returns:
+        (B, V) nats, -inf for a token that is not drawn.
+    """
+    if temperature not in (0, 1):
+        logp_BV = (logp_BV / temperature).log_softmax(-1)
+    if temperature and top_p < 1:
+        logp_BV = _nucleus(logp_BV, top_p).log_softmax(-1)
+    return logp_BV
 
 
 def can_select_rows(cache: Any) -> bool:
@@ -323,15 +343,13 @@ class _Sampler:
     def draw(self, logits_BV: Tensor, keys_B: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return the tokens (B,) of one place, their log-probability and the entropy there."""
         logp_BV = logits_BV[:, : self.vocab].float().log_softmax(-1)
+        drawn_BV = drawn_logp(logp_BV, self.temperature, self.top_p)
         if self.temperature == 0:
             # of the logits: log_softmax may round two of them to one number
             ids_B = logits_BV[:, : self.vocab].argmax(-1)
         else:
-            scores_BV = logp_BV / self.temperature
-            if self.top_p < 1:
-                scores_BV = _nucleus(scores_BV, self.top_p)
-            ids_B = (scores_BV + gumbel_noise(keys_B, logp_BV.shape[1])).argmax(-1)
-        logp_B = logp_BV.gather(1, ids_B[:, None]).squeeze(1)
+            ids_B = (drawn_BV + gumbel_noise(keys_B, logp_BV.shape[1])).argmax(-1)
+        logp_B = drawn_BV.gather(1, ids_B[:, None]).squeeze(1)
         # a model may say -inf of a token, which adds nothing
         entropy_B = -(logp_BV.exp() * logp_BV.clamp(min=-1e4)).sum(-1)
         return ids_B, logp_B, entropy_B
@@ -470,5 +488,6 @@ class _Batch:
         for row, length in enumerate(self.lengths.tolist()):
             completions.append(Completion(
                 ids[row, :length].clone(), logp[row, :length].clone(),
-                entropy[row, :length].clone(), ended[row]))
+                entropy[row, :length].clone(), ended[row], self.sampler.temperature,
+                self.sampler.top_p))
         return completions

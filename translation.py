@@ -216,19 +216,21 @@ class Question(NamedTuple):
     """Hold some nodes as both models answer them; rows are padded.
 
     logits_KG: (K, G) logarithm of the student's mass in each cell, up to a constant of the row.
-    target_KG: (K, G) the teacher's mass, a sum of 1 in every row.
+    logq_KG: (K, G) of the teacher's mass, a sum of 1 in every row; FLOOR in padding, which is less
+        than a mass of 0.
     """
 
     logits_KG: Tensor
-    target_KG: Tensor
+    logq_KG: Tensor
 
-    def logq_KG(self) -> Tensor:
-        """Return the logarithms; a mass of 0 costs the same in any precision."""
-        return self.target_KG.clamp(min=math.exp(LOG_ZERO)).log()
+
+def _log_target(mass: Tensor) -> Tensor:
+    """Return the logarithms of the teacher's masses; one of 0 costs the same in any precision."""
+    return mass.clamp(min=math.exp(LOG_ZERO)).log()
 
 
 def root_question(x_NV: Tensor, cell_NC: Tensor, columns_V: losses.Columns) -> Question:
-    return Question(losses.log_masses(x_NV, columns_V), cell_NC)
+    return Question(losses.log_masses(x_NV, columns_V), _log_target(cell_NC))
 
 
 def root_values(
@@ -243,8 +245,7 @@ def root_values(
         columns_V: the cells of the student's tokens.
         has_rest: see `translated`.
     """
-    question = root_question(x_NV, cell_NC, columns_V)
-    logits_NC, logq_NC = question.logits_KG, question.logq_KG()
+    logits_NC, logq_NC = root_question(x_NV, cell_NC, columns_V)
     if has_rest:
         logits_NC, logq_NC = merge_rest(logits_NC, logq_NC)
     return compare(logits_NC, logq_NC)
@@ -282,7 +283,7 @@ def choice_question(
     # where neither has any mass that counts, the split alone
     mass_G = ended_K.clamp(min=losses.TINY_MASS)[node_G] * split_G + other_G
     mass_G = mass_G / _of_total(mass_G, cells)
-    return Question(cells.rows(logits_G, FLOOR), cells.rows(mass_G, 0.0))
+    return Question(cells.rows(logits_G, FLOOR), cells.rows(_log_target(mass_G), FLOOR))
 
 
 def _split_by_row(
@@ -313,8 +314,8 @@ def inside_question(
         rest_K: logsumexp of all others in the row.
     """
     mass_G = insides.of_cells.sum(goes.mass_E[begun.num_before :])
-    rests = losses.at_least(rest_K, FLOOR), goes.ends_K[begun.num_roots :]
-    cells = insides.cells.rows(x_G, FLOOR), insides.cells.rows(mass_G, 0.0)
+    rests = losses.at_least(rest_K, FLOOR), _log_target(goes.ends_K[begun.num_roots :])
+    cells = insides.cells.rows(x_G, FLOOR), insides.cells.rows(_log_target(mass_G), FLOOR)
     return Question(*[torch.cat([rest[:, None], of], 1) for rest, of in zip(rests, cells)])
 
 
@@ -337,7 +338,7 @@ def _read(x_NV: Tensor, y_MW: Tensor, nodes: Nodes) -> tuple[Tensor, Answers]:
     """Return (the student's logits in the rows of the roots, the answers to all else)."""
     reads = nodes.reads
     # rows are selected once: each selection has a gradient as large as x
-    x_RV = losses.at_least_float32(losses.take_rows(x_NV, reads.row_R))
+    x_RV = losses.at_least_float32(losses.take(x_NV, 0, reads.row_R))
     num_roots = len(nodes.roots.row_S)
     x_root, x_LV = torch.split(x_RV, [num_roots, len(x_RV) - num_roots])
     # finite where a model excludes tokens: the gradient of a logsumexp of -inf alone is NaN
@@ -454,10 +455,10 @@ def _compare_others(
             x_scope, y_MW, log_total_M=answers.log_total_M, target=target, goes=goes,
             choices=choices,
         )
-        choice_K = compare(question.logits_KG, question.logq_KG())
+        choice_K = compare(*question)
     if len(insides.row_S):
         question = inside_question(x_inside, rest_inside, goes, nodes.continuations, insides)
-        inside_K = compare(question.logits_KG, question.logq_KG())
+        inside_K = compare(*question)
     if num_many:
         logits_M = losses.at_least_float32(y_MW[rests.row_T, rests.next_T])
         logq_M = logits_M - answers.log_total_M[rests.row_T]

@@ -58,7 +58,7 @@ from isogloss.data.batch import Collator, PairOptions
 from isogloss.inputs import load_text_encoder, plan_teachers
 from isogloss.job.columns import put_together, take_apart
 from isogloss.objective.loss_table import LOSSES
-from isogloss.objective.objective import LossTerms, PairLoss, TeacherTerm
+from isogloss.objective.objective import UNWEIGHTED, LossTerms, PairLoss, TeacherTerm
 from isogloss.student.engine import StudentWithLoss
 from isogloss.teachers.model import ModelTeacher, WholeModel
 from isogloss.tile_plan import GPU_SUB_TILES
@@ -443,7 +443,7 @@ def copies_line(name):
     pair_loss = PairLoss(loss, [0.3, 1.0])
     with mode, watch:
         leaves = hidden.requires_grad_(), Head(weight.requires_grad_())
-        tiled_loss(*leaves, teacher, tile_loss, tiles, [0.3, 1.0, 0.0])
+        tiled_loss(*leaves, teacher, tile_loss, tiles, [0.3, 1.0, *UNWEIGHTED])
     return {"copies": name, "peak": round(watch.peak / begin[0], 2), "launches": watch.launches,
             "wrong": watch.wrong}
 

@@ -277,9 +277,11 @@ class TableRun:
 
     def step(self):
         """Compute loss and gradients; nothing here reads them back."""
+        from isogloss.objective.objective import UNWEIGHTED
+
         self.run.clear_gradients()
         loss, _ = tiles.tiled_loss(self.run.hidden, tiles.Head(self.run.weight), self.teacher,
-                                   self.loss, self.run.tiles, [1.0, 1.0, 0.0])
+                                   self.loss, self.run.tiles, [1.0, 1.0, *UNWEIGHTED])
         loss.backward()
 
 

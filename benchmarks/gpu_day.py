@@ -287,6 +287,8 @@ def rehearse(names, out):
     os.environ |= child_environment() | {
         "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": "",
         "ISOGLOSS_CACHE": str(out / "cache")}
+    # the path of this process is that of its children
+    sys.path[:0] = filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([
         "benchmarks.gpu_studies", "peft", "transformers.models.llama.modeling_llama",
@@ -301,6 +303,8 @@ def rehearse(names, out):
         lines = read_lines(folder / LINES)
         for line in lines:
             print(text_of(line), flush=True)
+        if process.exitcode:
+            print((folder / LOG).read_text()[-2000:], flush=True)
         done = sum(line["result"] != "failed" for line in lines)
         return len(STUDIES[name].parts) - done
 

@@ -26,7 +26,7 @@ from packaging.utils import canonicalize_name
 ROOT = Path(__file__).resolve().parent.parent
 PACK = ROOT / ".gpu_pack"
 MOST_MIB = 55
-WANTED = ("deepspeed", "fire", "transformers", "tokenizers", "datasets", "accelerate")
+UNUSED = {"matplotlib", "wandb"}  # of requirements.txt
 EXTRA = {"liger-kernel": "0.8.4"}  # measured beside ours, and not installed here
 PRESENT = set("""aiohttp click einops filelock fsspec hf-xet jinja2 msgpack ninja numba numpy
     packaging pandas psutil py-cpuinfo pyarrow pyyaml regex sentencepiece torch tqdm triton typer
@@ -60,12 +60,14 @@ for path in sorted(Path(sys.argv[1]).glob("*/tokenizer.json")):
 
 
 def needed():
-    """Return {name: version} of the wheels: those that are wanted, and what they need."""
+    """Return {name: version} of the wheels: those of requirements.txt, and what they need."""
     environment = default_environment() | {
         "python_version": PYTHON, "python_full_version": f"{PYTHON}.0", "extra": "",
         "platform_machine": "x86_64", "sys_platform": "linux"}
     versions = dict(EXTRA)
-    waiting = list(WANTED)
+    lines = (ROOT / "requirements.txt").read_text().splitlines()
+    names = {Requirement(line.partition("#")[0]).name for line in lines if line[:1] not in ("#", "")}
+    waiting = sorted(names - UNUSED)
     while waiting:
         name = canonicalize_name(waiting.pop())
         if name in versions or name in PRESENT:

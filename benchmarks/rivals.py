@@ -35,6 +35,7 @@ import torch
 from isogloss import losses
 from isogloss.losses import find_chunks
 from isogloss.objective.loss_table import LOSSES, DistillationLoss, LossSpec
+from isogloss.spelling import spell
 
 TINY = 1e-12  # the least mass of a rest
 UNLIKELY = 0.1  # the probability below which no_teacher pushes a token down; not tuned
@@ -65,29 +66,37 @@ def build(loss, cfg, pair, device, has_rest=False):
     return DistillationLoss(loss_fn)
 
 
+def written_ids(pair, side):
+    """Return {bytes: token} of one side; of tokens with equal bytes that which its texts have.
+
+    As of "e" and <0x65>, where a tokenizer falls back to bytes.
+    """
+    table, tokenizer = pair.tables[side], pair.tokenizers[side]
+    spelling_NP = spell(table, tokenizer, table)
+    is_written = (spelling_NP[:, 0] == np.arange(len(table))) & (spelling_NP[:, 1:] < 0).all(1)
+    ids = {}
+    for token in np.argsort(~is_written, kind="stable").tolist():
+        if table.lengths[token] > 0:
+            ids.setdefault(table.bytes_of(token), token)
+    return ids
+
+
 def common_tokens(pair):
     """Return the ids of the tokens with the same bytes in both vocabularies, and of both ends."""
-    ids = [{table.bytes_of(i): i for i in range(len(table)) if not table.special[i]}
-           for table in pair.tables]
-    both = [(ids[0][token], ids[1][token]) for token in ids[0] if token in ids[1]]
+    ids = [written_ids(pair, side) for side in (0, 1)]
+    both = [(ids[0][raw], ids[1][raw]) for raw in ids[0] if raw in ids[1]]
     both.append(tuple(table.eos for table in pair.tables))
     return torch.tensor(both).T
 
 
 def spelled(pair, side):
     """Yield (token, its spelling by the other tokenizer) of the tokens of one side."""
-    table, tokenizer = pair.tables[side], pair.tokenizers[1 - side]
-    other = pair.tables[1 - side]
-    for i in range(len(table)):
-        if table.special[i] or not table.lengths[i]:
-            continue
-        try:
-            text = table.bytes_of(i).decode()
-        except UnicodeDecodeError:
-            continue
-        ids = tokenizer(text, add_special_tokens=False)["input_ids"]
-        if other.decode(ids) == table.bytes_of(i):
-            yield i, tuple(ids)
+    other = 1 - side
+    spelling_NP = spell(pair.tables[side], pair.tokenizers[other], pair.tables[other])
+    for token in sorted(written_ids(pair, side).values()):
+        ids = [piece for piece in spelling_NP[token].tolist() if piece >= 0]
+        if ids:
+            yield token, tuple(ids)
 
 
 def partition_kl(logp_E, logq_E, parts):
@@ -212,10 +221,7 @@ class Bpm:
     def __init__(self, pair):
         self.bytes = [[b"" if table.special[i] else table.bytes_of(i) for i in range(len(table))]
                       for table in pair.tables]
-        self.ids = {}
-        for i, token in enumerate(self.bytes[0]):
-            if token:
-                self.ids.setdefault(token, i)
+        self.ids = written_ids(pair, 0)
         self.longest = max(map(len, self.ids))
         self.num = len(pair.tables[0])
         self.order = sorted(range(len(self.bytes[1])), key=lambda i: self.bytes[1][i])

@@ -1,6 +1,7 @@
 """Distill with plain transformers:  python plain.py STUDENT TEACHER TEXTS OUTPUT [--kd_weight 1]
 
-Needs beside it: align.py, losses.py, nodes.py, translation.py, spelling.py, cross_tokenizer.py.
+Needs beside it: align.py, loss_bounds.py, losses.py, nodes.py, translation.py, spelling.py,
+cross_tokenizer.py.
 """
 
 import argparse

@@ -23,8 +23,9 @@ from isogloss.job.rendezvous import LOADING_TIMEOUT, set_timeout
 from isogloss.job.sequence_group import SequenceGroup, join_sequence_group
 from isogloss.job.transfers import Uploads
 from isogloss.job.watch import current_watch, ignore_stop_signals
-from isogloss.log import Waiting
+from isogloss.log import Taught, Waiting
 from isogloss.models.pretrained import load_config
+from isogloss.objective.loss_dump import LossDump
 from isogloss.student import checks
 from isogloss.student.engine import (
     EngineRunner,
@@ -73,7 +74,9 @@ class TrainState:
         drafts: of the next step, for which something else writes meanwhile, or None.
         data_seconds: for which this rank has waited for data since its last step.
         waiting: Waiting, which says so where that is long.
+        taught: Taught, which says so where no teacher has taught anything so far.
         uploads: Uploads of the micro-batches.
+        loss_dump: LossDump, or None.
     """
 
     cfg: Config
@@ -95,6 +98,8 @@ class TrainState:
     drafts: list | None = None
     data_seconds: float = 0.0
     waiting: Waiting = field(default_factory=Waiting)
+    taught: Taught = field(default_factory=Taught)
+    loss_dump: LossDump | None = None
     uploads: Uploads = field(init=False)
 
     def __post_init__(self):
@@ -103,6 +108,10 @@ class TrainState:
     @property
     def engine(self):
         return self.student.engine
+
+    def dump_of(self, batch):
+        """Return what writes the losses of a Batch once they are known; None: nobody asks."""
+        return self.loss_dump and partial(self.loss_dump.write, self.steps_taken + 1, batch)
 
     def files_of_teachers(self, folder):
         """List (path in a checkpoint, TeacherSetup) of what steps have made of the teachers."""
@@ -147,8 +156,10 @@ def build_state(cfg, inputs, device, roles=None):
         load = load_teacher if student.computes_loss else load_silent
         for setup in inputs.teachers:
             setup.source = load(setup.spec)
+    names = [setup.name for setup in inputs.teachers]
     return TrainState(cfg, student, inputs.teachers, vocab, device, sequence_group=sequence_group,
-                      tasks=inputs.tasks)
+                      tasks=inputs.tasks,
+                      loss_dump=LossDump(cfg.dump_losses, names) if cfg.dump_losses else None)
 
 
 def prepare(state, inputs, roles, stack):
@@ -188,15 +199,17 @@ def resume(state, inputs):
     if not inputs.checkpoint:
         for setup in state.teachers:
             setup.source.restore(None, state.engine.module)
+        state.taught.terms = {setup.name: 0.0 for setup in state.teachers}
         return 0
     with fail_together(what="checkpoint"):
         start, extra = load_checkpoint(state.engine, inputs.checkpoint, inputs.convert)
         for path, setup in state.files_of_teachers(inputs.checkpoint):
             setup.source.restore(path, state.engine.module)
+        if state.writer:
+            state.writer.load_state(extra.get("rollouts", []))
     state.scales = extra.get("scales", {})
+    state.taught.terms = extra.get("taught", {})
     state.places.note(extra.get("place"))
-    if state.writer:
-        state.writer.load_state(extra.get("rollouts", []))
     state.last_checkpoint = inputs.checkpoint
     if state.cfg.extend_schedule:
         follow_schedule(state.engine)

@@ -11,16 +11,28 @@ Tests: tests/test_install.py.
 import os
 import platform
 import shutil
+import signal
 import socket
+import subprocess
 import sys
 from dataclasses import dataclass, fields
 from importlib import import_module, metadata
 from pathlib import Path
+from unittest import mock
 
 from isogloss.config import Config
 from isogloss.evaluation.task_options import TaskOptions
 from isogloss.flags.model_names import is_address
-from isogloss.flags.parse import MISSING, check_flags, flag, parse_flags, refusing, shared
+from isogloss.flags.parse import (
+    MISSING,
+    check_flags,
+    flag,
+    parse_flags,
+    prepare_rank,
+    refusing,
+    shared,
+)
+from isogloss.flags.terminal import guard_terminal
 
 NEEDED = "torch", "deepspeed", "transformers", "tokenizers", "datasets", "numba", "safetensors"
 # {what may be missing: what it is for}
@@ -75,7 +87,21 @@ def main():
     from deepspeed.launcher import runner
 
     quiet = "--log_level=error"  # of the launcher itself; a later one counts
-    runner.main([quiet, *with_free_port(launcher), "--module", "isogloss.distill", *ours])
+    started = []
+
+    class Started(subprocess.Popen):
+        def __init__(self, *args, **options):
+            super().__init__(*args, **options)
+            started.append(self)
+
+    with mock.patch.object(subprocess, "Popen", Started):
+        runner.main([quiet, *with_free_port(launcher), "--module", "isogloss.distill", *ours])
+    # of a process that a signal has ended it makes no exit code
+    if started[-1].returncode:
+        number = -started[-1].returncode
+        print(f"isogloss-distill: the launcher of the ranks was ended by {signal.Signals(number).name}"
+              "; they save and end too", file=sys.stderr)
+        raise SystemExit(128 + number)
 
 
 # --- the tools and their flags --------------------------------------------------------------------
@@ -231,7 +257,6 @@ class TaskArgs(TaskOptions):
     dtype: str = flag(
         "auto", "auto (that of the files), float32, bfloat16 or float16.",
         choices=("auto", "float32", "bfloat16", "float16"))
-    trust_remote_code: bool = flag(False, "run Python code that comes with the model.")
 
     def __post_init__(self):
         super().__post_init__()
@@ -269,6 +294,8 @@ def tool(name=None, argv=None):
     """
     name = name or Path(sys.argv[0]).name.removeprefix("isogloss-")
     kind, options = TOOLS[name]
+    if name in ("cache", "tasks"):  # which several ranks run
+        prepare_rank(f"isogloss.{name}")
     with refusing(f"isogloss.{name}"):
         args = parse_flags(kind, sys.argv[1:] if argv is None else argv, **options)
     with refusing(f"isogloss.{name}", loud=True):
@@ -280,6 +307,7 @@ def tool(name=None, argv=None):
 
 def isogloss():
     """Run `isogloss doctor`; other words print what there is."""
+    guard_terminal()
     if sys.argv[1:] == ["doctor"]:
         print("\n".join(doctor()))
         return

@@ -24,8 +24,9 @@ from isogloss.flags.parse import (
 from isogloss.flags.plugins import load_plugins
 from isogloss.flags.together import check_idle, check_together, is_set, shown
 from isogloss.flags.yaml_file import parse_json
+from isogloss.loss_bounds import CHOICES, NUMBERS
 
-LOWEST_TEMPERATURE = 1e-3  # below it logits / temperature leave float32
+LOWEST_TEMPERATURE = NUMBERS["temperature"].low
 AUTO_WEIGHT = -1.0  # --matched_weight: as large as the common part of the teacher's vocabulary
 LEAST_AUTO_MIB, MOST_AUTO_MIB = 512, 4096  # of --loss_memory_mib auto.  Not tuned.
 
@@ -72,6 +73,11 @@ FOREIGN = {
 }
 
 
+def bounds_of(name):
+    """Return the bounds of a flag that is a parameter of losses."""
+    return dict(low=NUMBERS[name].low, high=NUMBERS[name].high)
+
+
 def loss_table():
     """Return the table of losses.  It is imported late: --help waits for no torch."""
     from isogloss.objective.loss_table import LOSSES
@@ -107,8 +113,8 @@ class ModelFlags:
     freeze_router: bool = flag(
         False, "do not train what chooses the experts of a mixture, and balance nothing.")
     trust_remote_code: bool = flag(
-        False, "run the Python code that comes with a student or a teacher, which can do "
-        "anything. false refuses models that need it.")
+        False, "run the Python code that comes with a model, or that a YAML file in eval_task_data "
+        "names, which can do anything. false refuses what needs it.")
     attention: str = flag(
         "auto", "how student and teachers attend: sdpa, flash_attention_2 (needs a GPU, half "
         "precision and the package flash-attn), eager, or auto: sdpa where a model has it. With "
@@ -182,7 +188,7 @@ class DataFlags:
         "turn. all: the whole rendering.", choices=("assistant", "all"))
     max_length: int = flag(
         512, "student positions per sample, 2 or more. Longer texts are cut, for student and "
-        "teacher at the same byte.", low=2, high=2**31)
+        "teacher at the same byte.", **bounds_of("max_length"))
     teacher_max_length: int = flag(
         0, "teacher positions per sample. 0 means the teacher's context.",
         low=0, high=2**31, key="max_length")
@@ -219,22 +225,22 @@ class LossFlags:
         1.0, "weight of the distillation loss, >= 0. 0 loads no teacher.", low=0, high=1e6)
     ce_weight: float = flag(
         1.0, "weight of the student's next-token cross-entropy, >= 0. 0 computes none in "
-        "training.", low=0, high=1e6)
+        "training.", **bounds_of("text_weight"))
     dynamic_scale: bool = flag(
         False, "multiply each teacher's distillation loss by cross-entropy / distillation loss of "
         "the step before, so that kd_weight says how much it counts beside the text. Needs "
         "ce_weight.")
     temperature: float = flag(
         1.0, "softens what the distillation loss compares of both models, 0.001 to 1000.",
-        low=LOWEST_TEMPERATURE, high=1e3, key="temperature")
+        **bounds_of("temperature"), key="temperature")
     loss_topk: int = flag(
         0, "tokens (or cells, see docs/piece_kl.md) that divergences compare, the most likely "
         "ones of loss_topk_of, with one bucket for the rest. 0 compares all.",
-        low=0, high=2**20, key="loss_topk")
+        **bounds_of("top_k"), key="loss_topk")
     loss_topk_of: str = flag(
         "teacher", "whose most likely tokens (or cells) loss_topk keeps: teacher or student. "
         "student is usual for reverse_kl on texts that the student wrote.",
-        choices=("teacher", "student"), key="loss_topk_of")
+        choices=CHOICES["support"], key="loss_topk_of")
     projection: str = flag(
         "", "file of projection_tools.build for projection_kl, gold and h_kl. Empty: it is built "
         "in flight and cached.", key="projection")
@@ -248,25 +254,28 @@ class LossFlags:
         choices=("all", "reachable"), key="projection_columns")
     reverse_kl: bool = flag(
         False, "compute KL(student || teacher) in projection_kl, gold and h_kl.", key="reverse_kl")
+    chunk_average: str = flag(
+        "p", "what projection_kl, gold and h_kl take of a chunk's positions: p, the mean of the "
+        "probabilities, or logp, NeMo RL's mean of their logarithms, not normalized and without a "
+        "bucket for what is left (the teacher's alone in projection_kl), which can be below 0.",
+        choices=CHOICES["chunk_average"], key="chunk_average")
     uncommon_topk: int = flag(
         8192, "tokens outside the common ones that gold and h_kl compare by rank.",
-        low=1, high=2**20, key="uncommon_topk")
+        **bounds_of("uncommon_topk"), key="uncommon_topk")
     matched_weight: float = flag(
         AUTO_WEIGHT, "of the JSD on common tokens in hybrid_uld, 0 to 1; the sorted rest has what "
         "is missing to 1. -1 takes the fraction of the teacher's vocabulary that is common.",
         key="matched_weight")
     alm_mode: str = flag(
         "binary_kl", "binary_kl, binary_kl_reverse, binary_ce, temperature_limit, squared or "
-        "absolute.", key="alm_mode", choices=(
-            "binary_kl", "binary_kl_reverse", "binary_ce", "temperature_limit", "squared",
-            "absolute"))
+        "absolute.", key="alm_mode", choices=CHOICES["mode"])
     jsd_beta: float = flag(
-        0.5, "of generalized_jsd, from 0 (forward KL) to 1 (reverse KL).", low=0, high=1,
+        0.5, "of generalized_jsd, from 0 (forward KL) to 1 (reverse KL).", **bounds_of("beta"),
         key="jsd_beta")
     skew_lambda: float = flag(
-        0.1, "of skew_forward_kl and skew_reverse_kl, 0 or more and below 1.", low=0, high=1,
-        key="skew_lambda")
-    akl_alpha: float = flag(0.5, "of adaptive_kl, 0 to 1.", low=0, high=1, key="akl_alpha")
+        0.1, "of skew_forward_kl and skew_reverse_kl, 0 or more and below 1.",
+        **bounds_of("skew"), key="skew_lambda")
+    akl_alpha: float = flag(0.5, "of adaptive_kl, 0 to 1.", **bounds_of("alpha"), key="akl_alpha")
     token_weights: str = flag(
         "", "how much a term weighs by the place where it begins. early: 2^(-t / token_half_life) "
         "behind t learned tokens. sure, unsure: token_entropy / (token_entropy + H) and what is "
@@ -329,7 +338,7 @@ class OnPolicyFlags:
         "outside of 1 / max_ratio to max_ratio.", choices=("clamp", "mask"))
     max_ratio: float = flag(5.0, "see ratio, 1 or more.", low=1, high=1e6)
     rollout_temperature: float = flag(
-        1.0, "of what the student writes, 0.001 to 1000.", low=LOWEST_TEMPERATURE, high=1e3)
+        1.0, "of what the student writes, 0.001 to 1000.", **bounds_of("temperature"))
     rollout_top_p: float = flag(
         1.0, "it writes the most likely tokens with this probability together, above 0 to 1.")
     rollout_batch: int = flag(
@@ -533,6 +542,10 @@ class RunFlags:
     merge: bool = flag(
         False, "export the whole model with lora_r's adapter in its weights, not the adapter "
         "alone.", free=True)
+    dump_losses: str = flag(
+        "", "directory for one .safetensors a micro-batch and rank: ids, chunks, and the loss of "
+        "each chunk, to compare another system with. It waits for the device. See "
+        "docs/metrics.md. Empty: none.", free=True)
     log_comms: bool = flag(
         False, "time every collective of the engine and of sequence-parallel attention for 100 "
         "steps, which slows them down, and print a summary.", free=True)
@@ -604,7 +617,7 @@ class Config(ModelFlags, DataFlags, LossFlags, OnPolicyFlags,
         if self.matched_weight != AUTO_WEIGHT and not 0 <= self.matched_weight <= 1:
             raise ValueError(f"--matched_weight {self.matched_weight}: expected 0 to 1, or "
                              f"{AUTO_WEIGHT:g} for the common fraction of the teacher's vocabulary")
-        if self.skew_lambda == 1:  # the mixture would be the teacher itself
+        if self.skew_lambda == NUMBERS["skew"].high:
             raise ValueError("--skew_lambda 1.0: compares the teacher with itself; expected less "
                              "than 1")
         if self.resume not in ("auto", "never") and not Path(self.resume).is_dir():
@@ -666,6 +679,14 @@ class Config(ModelFlags, DataFlags, LossFlags, OnPolicyFlags,
         if not self.kd_weight:
             raise ValueError(f"--on_policy {self.on_policy} with --kd_weight 0: what the student "
                              "writes is learned from teachers alone; raise --kd_weight")
+        writes_ahead = self.writer_command and self.staleness
+        if self.rollout_top_p < 1 and (self.rollout_every > 1 or writes_ahead):
+            reason = (f"--rollout_every {self.rollout_every}" if self.rollout_every > 1
+                      else f"--staleness {self.staleness}")
+            raise ValueError(f"--rollout_top_p {self.rollout_top_p} with {reason}: no ratio makes "
+                             "up for texts that older weights would never have written; leave it "
+                             "out, or use rollouts at once (--rollout_every 1, and beside another "
+                             "process --staleness 0)")
         if self.on_policy == 1 and self.dynamic_scale:
             raise ValueError("--dynamic_scale with --on_policy 1: there is no cross-entropy to "
                              "scale by; leave it out")
@@ -841,9 +862,14 @@ def configs_by_teacher(cfg):
         check_entry("teachers", entry, name, ("name", "weight", "routes", *keys), configs)
         _check_teacher(cfg, entry, name)
         flags = {keys[key]: value for key, value in entry.items() if key in keys}
+        if entry.get("model") not in ("self", cfg.student):  # the flag is of those that are
+            flags.setdefault("teacher_ema", 1.0)
         # replace() runs the checks of Config again, with this teacher's values
         weight = cfg.kd_weight * entry.get("weight", 1.0)
         configs[name] = replace(cfg, teachers="", route_key="", kd_weight=weight, **flags)
+    if cfg.teacher_ema < 1 and all(each.teacher_ema == 1 for each in configs.values()):
+        raise ValueError(f"--teacher_ema {cfg.teacher_ema}: follows the student, and no teacher of "
+                         '--teachers does; add {"model": "self"}, or leave it out')
     return configs
 
 

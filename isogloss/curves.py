@@ -4,13 +4,16 @@ Tests: tests/test_plot.py.
 """
 
 import json
-import math
 import operator
+import warnings
 from pathlib import Path
 from typing import NamedTuple
 
+from isogloss.flags.terminal import one_line
+
 FIRST = "eval/student_bits_per_byte"  # what a run is judged by
 DEFAULT = f"{FIRST},eval/kd,loss"
+LARGEST = 10**15  # of steps and numbers that can be drawn
 LINES_OF_SMOOTHING = 50  # so many points are drawn of a metric of every step
 
 
@@ -42,13 +45,18 @@ def read_run(folder):
         path = path / "metrics.jsonl"
     if not path.is_file():
         raise ValueError(f"{folder}: no metrics.jsonl there; name the --output_dir of a run")
-    texts = path.read_text(errors="replace").splitlines()
+    try:
+        texts = path.read_text("utf-8", "replace").splitlines()
+    except OSError as error:
+        raise ValueError(f"{path}: cannot be read ({error.strerror}); name the --output_dir of a "
+                         "run") from None
     lines = []
     for number, text in enumerate(texts, 1):
         try:
             line = json.loads(text)
-            operator.index(line["step"])
-        except (ValueError, TypeError, KeyError):
+            if not 0 <= operator.index(line["step"]) < LARGEST:
+                raise ValueError("a step that no run takes")
+        except (ValueError, TypeError, KeyError, RecursionError):
             if number == len(texts):
                 break  # a running job writes it
             raise ValueError(f"{path}: line {number} is no line of metrics") from None
@@ -104,7 +112,7 @@ def panels_of(runs, patterns):
 
 
 def is_number(value):
-    return isinstance(value, (int, float)) and math.isfinite(value)
+    return isinstance(value, (int, float)) and -LARGEST < value < LARGEST  # NaN is neither
 
 
 def smoothed(curve):
@@ -134,6 +142,7 @@ def picture(panels, path):
     matplotlib.use("Agg")  # draws without a screen
     from matplotlib import pyplot
 
+    pyplot.rcParams["text.parse_math"] = False  # dollars in names of runs and metrics are meant
     columns = min(3, len(panels))
     lines = -(-len(panels) // columns)
     figure, axes = pyplot.subplots(lines, columns, figsize=(5 * columns, 3.5 * lines),
@@ -143,11 +152,13 @@ def picture(panels, path):
         for curve in drawn_curves(panel):
             color = colors.setdefault(curve.run, f"C{len(colors)}")
             marker = "." if panel.metric.startswith("eval/") else None
-            axis.plot(curve.steps, curve.values, color=color, label=curve.run, marker=marker)
-        axis.set(xlabel="step", title=panel.metric)
+            axis.plot(curve.steps, curve.values, color=color, label=one_line(curve.run),
+                      marker=marker)
+        axis.set(xlabel="step", title=one_line(panel.metric))
         axis.legend()
     for axis in axes.flat[len(panels):]:
         axis.set_visible(False)
+    warnings.filterwarnings("ignore", message="Glyph .* missing")  # of names in other scripts
     try:
         figure.savefig(path, dpi=120)
     finally:

@@ -11,6 +11,8 @@ import statistics
 from dataclasses import dataclass
 from pathlib import Path
 
+from isogloss.flags.terminal import one_line
+
 NO_TEACHER = "no teacher"  # cross-entropy alone: the baseline of every loss
 SAME_TIME = "no teacher, same time"  # the same, trained for as long as a distilled student
 EQUAL_TOKENIZERS = "equal tokenizers"  # the teacher has the student's tokenizer
@@ -174,10 +176,6 @@ def writing_table(run, seconds):
 
 
 # --- texts ----------------------------------------------------------------------------------------
-
-
-def one_line(text):
-    return " ".join(text.split())
 
 
 def continuations(students, prompts):

@@ -3,3 +3,7 @@
 
 class DataError(ValueError):
     """Report data that cannot be used, or a worker that is gone, in the middle of a run."""
+
+
+class CannotSave(Exception):
+    """Report a checkpoint, or another file of a run, that cannot be written; those before stay."""

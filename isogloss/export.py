@@ -21,7 +21,6 @@ from isogloss.command import tool
 if __name__ == "__main__":  # flags come before torch is imported
     raise SystemExit(tool("export"))
 
-import torch
 import torch.distributed as dist
 from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, GenerationConfig
@@ -46,7 +45,8 @@ from isogloss.job.files import (
 )
 from isogloss.job.rendezvous import values_of_ranks
 from isogloss.models import adapters
-from isogloss.models.pretrained import load_config
+from isogloss.models.pretrained import config_of_weights_here, load_config
+from isogloss.models.tied import empty_model, untie_as_weights_do
 from isogloss.projection_tools.files import save_atomically
 from isogloss.projection_tools.tokenizers import load_tokenizer, reason_of
 from isogloss.student.engine import gathered
@@ -73,6 +73,8 @@ def check_results(cfg):
     check_shared(f"--output_dir {cfg.output_dir}", checkpoint_folder(cfg))
     if cfg.export:
         _check_on_rank_0(check_writable, f"--export {cfg.export}", _real_path(cfg.export).parent)
+    if cfg.dump_losses:
+        _check_on_rank_0(check_writable, f"--dump_losses {cfg.dump_losses}", cfg.dump_losses)
 
 
 def _check_on_rank_0(check, *args):
@@ -211,6 +213,7 @@ def model_of_weights(config, weights, trust_remote_code=False):
     config.dtype = next(iter(weights.values())).dtype
     if hasattr(config, "quantization_config"):  # these are numbers again
         del config.quantization_config
+    untie_as_weights_do(config, weights, trust_remote_code)
     model = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
     # Not strict: a tied head is named once, and the file keeps it so.
     model.load_state_dict(weights, strict=False)
@@ -306,10 +309,11 @@ def export_checkpoint(args):
 
 def empty_student(cfg, trust_remote_code):
     """Return the student of a run without its weights, with its adapter if it has one."""
-    config = load_config("student", cfg.student, trust_remote_code)
-    with torch.device("meta"):
-        student = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
     adapter = adapters.student_adapter(cfg)
+    # what a whole model ties is for its weights to say
+    read_config = config_of_weights_here if adapter else load_config
+    config = read_config("student", cfg.student, trust_remote_code)
+    student = empty_model(config, trust_remote_code)
     if adapter:
         adapters.add_adapter(f"lora_r {cfg.lora_r}", student, adapter)
     return student

@@ -33,11 +33,11 @@ from isogloss.config import (
     routes_by_teacher,
     template_kwargs,
 )
-from isogloss.data import open_data, order
+from isogloss.data import open_data, order, taught
 from isogloss.data.batch import Collator, PairOptions
 from isogloss.data.chat import first_ids
 from isogloss.data.checks import check_column, has_text, lengths_of
-from isogloss.data.ends import load_generation, stop_ids
+from isogloss.data.ends import load_generation, stop_ids, taught_ends
 from isogloss.data.long_texts import MOST_CHARACTERS, fits, leave_out_tails
 from isogloss.data.mixture import Mixture, Source, seed_of, sources_of
 from isogloss.data.rollouts import SkippedPrompt, build_prompter
@@ -212,8 +212,24 @@ def check_inputs(cfg, device, roles=None):
     # the engine has to know before it starts, but that of ZeRO stage 0 loads no such checkpoint
     if convert and run_layout(cfg)["zero_stage"]:
         ds_config["checkpoint"] = ds_config.get("checkpoint", {}) | {"load_universal": True}
-    return RunInputs(student, teachers, ds_config, data, checkpoint, convert, tasks,
-                     balances_experts)
+    inputs = RunInputs(student, teachers, ds_config, data, checkpoint, convert, tasks,
+                       balances_experts)
+    if teachers:
+        check_teaching(cfg, inputs, device)
+    return inputs
+
+
+def check_teaching(cfg, inputs, device):
+    """Raise a ValueError where a teacher would teach nothing, as far as the data tell."""
+    collator = build_collator(cfg, inputs, device, math.inf)
+    names = [setup.name for setup in inputs.teachers]
+    parts = [(data.train_data, data.reader) for data in inputs.data.sources]
+    taught.check_routes_taken(parts, collator, names)
+    taught.check_teacher_prompts(parts)
+    if all(setup.cfg.token_weights == "column" for setup in inputs.teachers):
+        taught.check_weights(parts)
+    prompter = build_prompter(cfg, inputs.student, 1) if cfg.on_policy == 1 else None
+    taught.check_taught(parts, collator, names, prompter)
 
 
 def steps_of_epochs(cfg, data, raw_ds_config):
@@ -305,6 +321,8 @@ def load_text_encoder(role, path, max_length, trust_remote_code=False, template_
     generation = load_generation(role, path, config, tokenizer)
     encoder = TextEncoder(
         tokenizer, table, max_length or context, template_kwargs or {}, generation)
+    if role == "student":
+        taught_ends(encoder)  # which its chat template says
     return encoder, config
 
 
@@ -343,7 +361,7 @@ def load_student_tasks(cfg, student, config):
             data=cfg.eval_task_data, shots=cfg.eval_task_shots, limit=cfg.eval_task_limit,
             batch_size=cfg.eval_task_batch, samples=cfg.eval_task_samples,
             temperature=cfg.eval_task_temperature, seed=cfg.seed,
-            allow_unsafe_code=cfg.allow_unsafe_code)
+            allow_unsafe_code=cfg.allow_unsafe_code, trust_remote_code=cfg.trust_remote_code)
         encoder = TaskEncoder(student.tokenizer, config, stop_ids(student))
         return load_suite(cfg.eval_tasks.split(","), options, encoder, rank=dist.get_rank(),
                           size=dist.get_world_size())
@@ -446,11 +464,12 @@ def open_rows(cfg, source, split, encoders):
                                                                        cfg.teacher_prompt_key])),
                                      txt_samples=cfg.txt_samples)
     columns = open_data.column_names(dataset)
+    labels = ()
     if cfg.route_key:
         routes = []
         for of_teacher in routes_by_teacher(cfg).values():
             routes += of_teacher or []
-        order.check_routes(dataset, cfg.route_key, routes)
+        labels = order.check_routes(dataset, cfg.route_key, routes)
     for flag in ("teacher_prompt_key", "prompt_key"):
         name = getattr(cfg, flag)
         if name and name not in columns:
@@ -459,7 +478,7 @@ def open_rows(cfg, source, split, encoders):
     reader = order.ExampleReader(
         text_key, cfg.route_key, source, cfg.prompt_key, bool(cfg.completion_key), tools_key,
         open_data.filled_columns(dataset), cfg.join_rows, open_data.holds_chats(dataset, text_key),
-        cfg.teacher_prompt_key, cfg.drop_images, cfg.weight_key)
+        cfg.teacher_prompt_key, cfg.drop_images, cfg.weight_key, labels=labels)
     if cfg.join_rows and reader.has_chats:
         raise ValueError(f"--join_rows {cfg.join_rows}: joins texts, and {text_key!r} of {source} "
                          "holds chats; leave it out")

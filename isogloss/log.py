@@ -25,6 +25,8 @@ from transformers.utils.hub import cached_file, extract_commit_hash
 from isogloss.checkpoints.model_card import title
 from isogloss.config import configs_by_teacher
 from isogloss.flags.model_names import read_model_name, without_secrets
+from isogloss.flags.parse import line_about
+from isogloss.flags.terminal import harmless, one_line, unguarded
 from isogloss.job.files import write_atomically
 from isogloss.job.watch import print_line
 from isogloss.projection_tools.tokenizers import reason_of
@@ -43,23 +45,58 @@ def speed_metrics(num_parameters, device, tokens, seconds):
     return metrics | utilization(device_name, num_parameters, tokens, seconds, num_ranks)
 
 
+NOTHING_TAUGHT = "no step so far has a term of the distillation loss"
+WHERE_TO_LOOK = ("see aligned_bytes, skipped_chats and cut_before_labels, and what the rows and "
+                 "--teacher_max_length leave for a teacher to read")
+
+
+class Taught:
+    """Count the terms by which each teacher has taught; say once that none has taught anything.
+
+    Attributes:
+        terms: {teacher: so many of the whole run}, the same on every rank; empty: not known.
+    """
+
+    def __init__(self):
+        self.terms = {}
+        self.has_told = False
+
+    def note(self, counts):
+        """Note the global Counts of a step."""
+        for name, pair in zip(self.terms, counts.pairs):
+            self.terms[name] += pair.weighing_terms
+        if self.terms and not any(self.terms.values()) and not self.has_told:
+            self.has_told = True
+            if dist.get_rank() == 0:
+                print_line(f"{NOTHING_TAUGHT}; {WHERE_TO_LOOK}")
+
+
 class Waiting:
     """Say once that steps of a run learn nothing, or wait for data; the first starts workers."""
 
     STEPS = 20
     LEAST = 0.2  # of their time
+    MOST_CUT = 0.5  # of the samples of a step
 
     def __init__(self):
         self.num_steps = 0
         self.seconds = 0.0
         self.data_seconds = 0.0
-        self.is_empty = False
+        self.has_told = False
 
-    def note(self, data_seconds, seconds, tokens):
-        """Note how long a step has taken, how much of that it has waited, and what it learned."""
-        if not tokens and not self.is_empty:
-            self.is_empty = True
-            print_line("a step has no token to learn; see without_labels and cut_before_labels")
+    def note(self, metrics, seconds):
+        """Note how long a step has taken, and by its metrics what it learned, how it waited."""
+        data_seconds = metrics["data_seconds"]
+        cut = metrics["cut_before_labels"] or 0  # None: of no sample
+        line = ""
+        if not metrics["tokens"]:
+            line = "a step has no token to learn; see without_labels and cut_before_labels"
+        elif cut >= self.MOST_CUT:
+            line = (f"a step loses {cut:.0%} of its samples, which --max_length cuts before what "
+                    "is to be learned of them (cut_before_labels)")
+        if line and not self.has_told:
+            self.has_told = True
+            print_line(line)
         self.num_steps += 1
         if not 1 < self.num_steps <= 1 + self.STEPS:
             return
@@ -171,7 +208,7 @@ class Log:
         if not self.is_active:
             return
         if description:
-            print(f"distill.py: {without_secrets(description)}", file=sys.stderr, flush=True)
+            print(line_about(description), file=sys.stderr, flush=True)
         self.folder = folder = Path(cfg.output_dir)
         self.path = folder / "metrics.jsonl"
         self.wandb = None
@@ -233,10 +270,11 @@ class Log:
         self.write(step, metrics)
         self.advance(metrics)
 
-    def say(self, step, text):
-        """Print a line above the progress bar."""
+    def say(self, step, text, lines=()):
+        """Print a line above the progress bar, and further lines as they are."""
         if self.is_active:
-            tqdm.write(f"step {step}: {without_secrets(text)}", file=sys.stderr)
+            line = f"step {step}: {one_line(without_secrets(text))}"
+            tqdm.write("\n".join([line, *map(harmless, lines)]), file=unguarded(sys.stderr))
 
     @noting_failure
     def write(self, step, metrics):
@@ -275,8 +313,7 @@ class Log:
             for record in records:
                 file.write(json.dumps({"step": step} | record) + "\n")
         if name == "samples":
-            prompt, text = (" ".join(records[0][key].split()) for key in ("prompt", "text"))
-            self.say(step, f"{prompt} >> {text}")
+            self.say(step, f"{records[0]['prompt']} >> {records[0]['text']}")
         if self.wandb:
             import wandb
 
@@ -328,7 +365,8 @@ class PlainLines:
 def progress_bar(steps, start_step):
     """Return a bar in a terminal, else a line every ten seconds."""
     if sys.stderr.isatty():
-        return tqdm(total=steps, initial=start_step, unit="step", mininterval=0.5)
+        return tqdm(total=steps, initial=start_step, unit="step", mininterval=0.5,
+                    file=unguarded(sys.stderr))
     line = "{n_fmt}/{total_fmt} steps [{elapsed}<{remaining}, {rate_fmt}{postfix}]"
     return tqdm(total=steps, initial=start_step, unit="step", mininterval=10, file=PlainLines(),
                 bar_format=line)

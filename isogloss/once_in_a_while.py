@@ -10,20 +10,28 @@ from functools import reduce
 import deepspeed
 import torch.distributed as dist
 
-from isogloss.checkpoints.checkpoint import CannotSave, checkpoint_name, save_checkpoint
+from isogloss.checkpoints.checkpoint import checkpoint_name, save_checkpoint
 from isogloss.checkpoints.model_card import license_rules
 from isogloss.checkpoints.run_identity import checkpoint_folder, run_identity, run_layout
+from isogloss.errors import CannotSave
 from isogloss.evaluation.evaluate import evaluate, metrics_of
 from isogloss.export import export_model, export_projection, projection_path
 from isogloss.flags.model_names import without_secrets
+from isogloss.flags.terminal import one_line
 from isogloss.inputs import num_readers, samples_per_step
 from isogloss.job.columns import to_device
 from isogloss.job.counts import global_sums
 from isogloss.job.launch import fail
 from isogloss.job.rendezvous import values_of_ranks
 from isogloss.job.step_report import named
-from isogloss.job.watch import FAILED, current_watch
-from isogloss.log import TIMED_STEPS, speed_metrics, time_collectives
+from isogloss.job.watch import FAILED, current_watch, print_line
+from isogloss.log import (
+    NOTHING_TAUGHT,
+    TIMED_STEPS,
+    WHERE_TO_LOOK,
+    speed_metrics,
+    time_collectives,
+)
 from isogloss.student.finite import has_finite_state
 from isogloss.tasks import as_markdown
 from isogloss.writing.on_policy import evaluate_rollouts
@@ -67,7 +75,7 @@ def epochs_of(data, num_samples):
 def tell(text):
     """Print a line on rank 0's terminal: of what goes well, so the program is not named."""
     if dist.get_rank() == 0:
-        print(without_secrets(text), file=sys.stderr, flush=True)
+        print(one_line(without_secrets(text)), file=sys.stderr, flush=True)
 
 
 def counted(number, thing):
@@ -97,6 +105,17 @@ def write_results(state, inputs):
             tell(f"license of {rule}")
 
 
+def end_unless_taught(state):
+    """Say which teachers have not taught anything; if none has, end with exit code 1."""
+    idle = [name for name, num_terms in state.taught.terms.items() if not num_terms]
+    if not idle:
+        return
+    if len(idle) == len(state.taught.terms):
+        fail(f"{NOTHING_TAUGHT}, so nothing was learned from a teacher; {WHERE_TO_LOOK}", code=1)
+    if dist.get_rank() == 0:
+        print_line(f"{NOTHING_TAUGHT} of {', '.join(idle)}; {WHERE_TO_LOOK}")
+
+
 def end_if_failed(error):
     if error:
         fail(f"{error}; the last checkpoint holds the result, and once this is repaired the same "
@@ -112,7 +131,7 @@ def timed_metrics(report, begin, end):
     state = report.state
     metrics = report.metrics()
     seconds = begin.seconds_until(end)
-    state.waiting.note(metrics["data_seconds"], seconds, metrics["tokens"])
+    state.waiting.note(metrics, seconds)
     speed = speed_metrics(state.student.num_parameters, state.device, metrics["tokens"], seconds)
     return metrics | speed
 
@@ -210,7 +229,8 @@ def log_tasks(state, step, log, stop):
         metrics, records = state.tasks.run(model, global_sums, agree, stop)
     if metrics:
         log.write(step, metrics)
-        log.say(step, "tasks\n" + as_markdown([task.name for task in state.tasks.tasks], metrics))
+        table = as_markdown([task.name for task in state.tasks.tasks], metrics)
+        log.say(step, "tasks", table.splitlines())
         of_ranks = values_of_ranks(records)
         records = [record for of_rank in of_ranks for record in of_rank]
         log.write_records("eval_tasks", step, records)
@@ -256,7 +276,7 @@ def save(state, step, log):
             return
         keep += 1  # weights can be finite and useless: the one before stays
     end_unless_finite(state, step, log)
-    extra = {"scales": state.scales}
+    extra = {"scales": state.scales, "taught": state.taught.terms}
     extra["place"] = state.places.before(good_step * samples_per_step(cfg, state.engine))
     if state.writer:
         extra["rollouts"] = state.writer.state()

@@ -67,15 +67,16 @@ if __name__ == "__main__":  # flags come before torch is imported
 
 import torch
 import yaml
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig
 
 from isogloss.config import MOST_AUTO_MIB, Config, configs_by_teacher
 from isogloss.demo_report import markdown_table
 from isogloss.flags.model_names import read_model_name
 from isogloss.flags.parse import parse_flags, shipped
 from isogloss.job.layout import Roles, check_teacher_ranks, teacher_groups
-from isogloss.models.pretrained import load_config
+from isogloss.models.pretrained import config_of_weights_here
 from isogloss.models.quantized import BYTES
+from isogloss.models.tied import empty_model, is_tied
 from isogloss.student.ds_config import batch_sizes, read_ds_config, resolve_ds_config
 from isogloss.student.stages import check_pipeline_layout, num_weights
 from isogloss.student.ulysses import check_sequence_layout
@@ -149,7 +150,7 @@ def shape_of(role, path, trust_remote_code=False):
             names.setdefault(name.rpartition(".")[2], []).append(tuple(module.weight.shape))
     return Shape(
         weights=num_weights(model), layer=_widest_layer(model, config.num_hidden_layers),
-        head=head.weight.numel(), tied=head.weight is model.get_input_embeddings().weight,
+        head=head.weight.numel(), tied=is_tied(model),
         hidden=config.hidden_size, inner=inner, heads=heads * head_size,
         kv_heads=kv_heads * head_size, layers=config.num_hidden_layers,
         vocab=head.weight.shape[0], names=names, config=model.config)
@@ -163,12 +164,11 @@ def _empty_model(role, path, trust_remote_code):
         config = AutoConfig.for_model(**values)
     else:
         try:
-            config = load_config(role, path, trust_remote_code)
+            config = config_of_weights_here(role, path, trust_remote_code)
         except ValueError as error:
             raise ValueError(f"{error}; {ARCHITECTURES.name} has the sizes of "
                              f"{', '.join(table)}") from None
-    with torch.device("meta"):
-        return AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
+    return empty_model(config, trust_remote_code)
 
 
 def _widest_layer(model, num_layers):

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 
 from isogloss.curves import DEFAULT, available, drawn_curves, panels_of, picture, read_run
 from isogloss.flags.parse import check_output, check_types, expanded, flag, parse_flags, refusing
+from isogloss.flags.terminal import one_line
 
 MARKS = "●○■□▲△◆◇"  # of the runs, in a terminal
 HEIGHT = 14  # lines of a panel in a terminal
@@ -51,7 +52,7 @@ def text_panel(panel):
             column = round((WIDTH - 1) * step / max(last, 1))
             row = round((HEIGHT - 1) * (high - value) / ((high - low) or 1))
             grid[row][column] = MARKS[number % len(MARKS)]
-    lines = [panel.metric]
+    lines = [one_line(panel.metric)]
     for row, cells in enumerate(grid):
         label = {0: f"{high:.4g}", HEIGHT - 1: f"{low:.4g}"}.get(row, "")
         lines.append(f"{label:>{LABEL}} │{''.join(cells)}".rstrip())
@@ -59,7 +60,7 @@ def text_panel(panel):
     lines.append(f"{'':>{LABEL}}  0{last:>{WIDTH - 1}}")
     for number, curve in enumerate(panel.curves):
         best = min(curve.values)
-        lines.append(f"{'':>{LABEL}}  {MARKS[number % len(MARKS)]} {curve.run}: "
+        lines.append(f"{'':>{LABEL}}  {MARKS[number % len(MARKS)]} {one_line(curve.run)}: "
                      f"first {curve.values[0]:.4g}, last {curve.values[-1]:.4g}, "
                      f"least {best:.4g} at step {curve.steps[curve.values.index(best)]}")
     return lines

@@ -170,7 +170,8 @@ def teacher_targets(setup, batches, group=None):
             if logits is None:
                 continue
             setup.bytes_per_token = logits.nbytes / batch.ids.numel()
-            targets.append(TeacherTarget(logits, setup.loss.loss_fn, None, setup.bytes_per_token))
+            targets.append(TeacherTarget(logits, setup.loss.loss_fn, None, setup.bytes_per_token,
+                                         is_observed=setup.loss.is_observed))
     for target, batch in zip(targets, batches):
         if kind:
             target.confidence = sample_scores(target.logits, batch, kind)

@@ -65,6 +65,7 @@ class Engine:
         self.llm = LLM(
             model=model, dtype=dtype, max_model_len=max_length, skip_tokenizer_init=True,
             load_format="dummy", generation_config="vllm", seed=0,
+            logprobs_mode="processed_logprobs",  # of the draws
             gpu_memory_utilization=self.args.memory,
             tensor_parallel_size=self.args.tensor_parallel,
             enforce_eager=not torch.cuda.is_available(),
@@ -101,7 +102,8 @@ class Engine:
             ids = list(written.token_ids)
             logp = [min(entry[token].logprob, 0.0) for token, entry in zip(ids, written.logprobs)]
             ended = bool(ids) and ids[-1] in stop_ids
-            completions.append({"ids": ids, "logp": logp, "ended": ended})
+            completions.append({"ids": ids, "logp": logp, "ended": ended,
+                                "temperature": temperature, "top_p": top_p})
         if self.args.sleep:  # with the weights: another answer may follow before new ones come
             self.llm.sleep(level=1)
             self.is_asleep = True

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 
 from isogloss.flags.parse import MOST_SLOTS, OLD_NAMES, check_output, flag, tool
+from isogloss.flags.terminal import one_line
 from isogloss.projection_tools.files import cached, save_atomically
 from isogloss.projection_tools.tokenizers import PairArgs, tokenizer_metadata
 from isogloss.spelling import build_translation_tables
@@ -71,7 +72,7 @@ def main(args):
     tables = build_translation(pair, args.max_pieces)
     if args.output:
         save_atomically(tables, args.output)
-        print(f"{args.output}:")
+        print(f"{one_line(args.output)}:")
     for name, value in statistics(tables).items():
         print(f"  {name}: {value}")
 

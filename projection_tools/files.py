@@ -11,6 +11,7 @@ import os
 import secrets
 import sys
 import warnings
+import zipfile
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -18,6 +19,7 @@ import numpy as np
 import torch
 
 from isogloss.flags.parse import check_output
+from isogloss.flags.terminal import one_line
 from isogloss.projection_tools.arrays import describe
 from isogloss.projection_tools.tokenizers import tokenizer_metadata
 
@@ -97,6 +99,11 @@ def load_tables(path):
     try:
         if path.suffix == ".safetensors":
             return _load_safetensors(path)
+        if zipfile.is_zipfile(path):  # torch packs nothing, and would unpack a bomb
+            with zipfile.ZipFile(path) as file:
+                size = sum(entry.file_size for entry in file.infolist())
+            if size > os.path.getsize(path):
+                raise ValueError("packed")
         with warnings.catch_warnings(action="ignore"):  # about pickles that torch did not write
             return torch.load(path, weights_only=True, map_location="cpu")
     except Exception as error:  # torch raises half a dozen types for a damaged file
@@ -157,6 +164,10 @@ def _check_arrays(path, tables):
         if not isinstance(array, torch.Tensor):
             raise ValueError(
                 f"{path}: its {key} are a {type(array).__name__}; expected a tensor; make it again")
+        if array.layout != torch.strided or array.is_meta or array.is_quantized:
+            raise ValueError(
+                f"{path}: its {key} are a tensor without plain values ({array.layout}, on "
+                f"{array.device}, {array.dtype}); expected a dense one; make it again")
     indices = tables["indices"]
     likelihoods = tables["likelihoods"]
     same_shape = indices.shape == likelihoods.shape and indices.ndim == 2 and indices.numel() > 0
@@ -252,7 +263,7 @@ def finish(projection, pair, args, *notes):
         if value not in ("", False) and key not in ("student", "teacher", "output"):
             words.append(f"--{key.replace('_', '-')} {value}")
     save_atomically(as_tables(projection, pair, " ".join(words)), args.output)
-    print(f"{args.output}: {describe(projection[0])}", *notes, sep="; ")
+    print(f"{one_line(args.output)}: {describe(projection[0])}", *notes, sep="; ")
 
 
 def cached(name, build, directory=None):

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from isogloss.flags.parse import MISSING, OLD_NAMES, flag, tool
+from isogloss.flags.terminal import one_line
 from isogloss.losses import common_tokens
 from isogloss.projection_tools.arrays import describe
 from isogloss.projection_tools.build import empty_row_reasons
@@ -108,7 +109,7 @@ def find_tokens(words, table):
 def shown(i, table):
     """Return a token for people: its bytes as text in quotes, or the name of a control token."""
     if table.special[i]:
-        return table.tokens[i]
+        return one_line(table.tokens[i])
     return repr(table.bytes_of(i).decode(errors="backslashreplace"))
 
 
@@ -163,7 +164,7 @@ def main(args):
     explained = byte_explained(projection, pair)
     for v in rows:
         print(row_text(v, projection, pair, explained))
-    print(f"{args.projection}: {describe(projection[0])}")
+    print(f"{one_line(args.projection)}: {describe(projection[0])}")
     for name, value in row_statistics(projection, pair).items():
         print(f"  {name}: {value}")
 

@@ -6,6 +6,7 @@ import warnings
 from contextlib import contextmanager, suppress
 from dataclasses import MISSING, dataclass
 from pathlib import Path
+from unittest import mock
 
 from isogloss.align import TokenTable, fingerprint
 from isogloss.flags.model_names import read_model_name
@@ -113,7 +114,7 @@ def _rows_of_head(place, revision):
                            _raise_exceptions_for_connection_errors=False)
         config = json.loads(Path(path).read_text(encoding="utf-8"))
         num_rows = config.get("vocab_size") or config["text_config"]["vocab_size"]
-    except (OSError, ValueError, TypeError, KeyError, AttributeError):
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError):
         return None
     return num_rows if type(num_rows) is int and num_rows > 0 else None
 
@@ -161,14 +162,45 @@ def reading(flag, name, what):
     Raises:
         ValueError: the block failed.
     """
+    from transformers import PreTrainedConfig  # seconds to import
+
+    get_config_dict = PreTrainedConfig.get_config_dict
+
+    def with_dtypes(_, *args, **options):
+        config, unused = get_config_dict(*args, **options)
+        return _with_torch_dtypes(config), unused
+
     try:
-        yield
+        # AutoConfig and AutoTokenizer both read a model's config.json by it
+        with mock.patch.object(PreTrainedConfig, "get_config_dict", classmethod(with_dtypes)):
+            yield
     except Exception as error:
         if "trust_remote_code" in str(error):
             raise ValueError(
                 f"--{flag} {name}: needs Python code that comes with the model; read that code, "
                 "and add --trust_remote_code to run it") from None
         raise ValueError(f"--{flag} {name}: {what} cannot be loaded ({reason_of(error)})") from None
+
+
+# What tools write into a config.json beside torch's own names.
+DTYPES = {"auto": None, "fp16": "float16", "bf16": "bfloat16", "fp32": "float32"}
+
+
+def _with_torch_dtypes(config):
+    """Return a config.json whose precisions, in place and at every level, have torch's names."""
+    import torch
+
+    for key, value in config.items():
+        if isinstance(value, dict) and key != "quantization_config":  # which has names of its own
+            _with_torch_dtypes(value)
+        elif key in ("dtype", "torch_dtype") and isinstance(value, str):
+            name = DTYPES.get(value, value.removeprefix("torch."))
+            dtype = getattr(torch, name or "float32", None)
+            if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
+                raise ValueError(f"config.json says {key} {value!r}, expected float32, bfloat16 or "
+                                 "float16")
+            config[key] = name
+    return config
 
 
 def reason_of(error):

@@ -250,7 +250,9 @@ CHUNK_LOSSES = {
     "projection_kl": projection_loss(),
     "projection_kl, kept": projection_loss(kept=True),
     "projection_kl, reverse": projection_loss(reverse=True),
+    "projection_kl, logp": projection_loss(kept=True, chunk_average="logp"),
     "gold": gold_loss(),
+    "gold, logp": gold_loss(chunk_average="logp"),
     "gold, reverse": gold_loss(reverse=True),
     "h_kl": gold_loss(relaxed=True),
     "uld": of_chunks(
@@ -263,6 +265,9 @@ CHUNK_LOSSES = {
     "translated, forward_kl, top_k": translated_loss("forward_kl", top_k=2),
     "translated, reverse_kl, top_k of the student": translated_loss(
         "reverse_kl", top_k=2, support="student"),
+    "translated, reverse_kl, top_k": translated_loss("reverse_kl", top_k=5),
+    "translated, reverse_kl, top_k without tail": translated_loss(
+        "reverse_kl", top_k=5, tail=False),
 }
 
 

@@ -10,8 +10,9 @@ import sys
 
 # what all of them begin with
 PRELUDE = """
-import ctypes, mmap, os, resource, signal, socket, subprocess, sysconfig, threading, time
+import ctypes, fcntl, mmap, os, resource, signal, socket, subprocess, sysconfig, threading, time
 libc = ctypes.CDLL(None)
+HOST = "/dev/null", "/dev/urandom", os.__file__, *range(64)  # what may be the host's
 
 def attempt(action, *arguments):
     try:
@@ -117,6 +118,76 @@ for name in ("site-packages", "dist-packages"):
     attempt(os.chmod, path, 0o777)
     attempt(open, path + "/x", "w")
 """,
+    # each changes nothing where it gets through, so that no host is harmed by a test that fails
+    "changes modes, owners and times": """
+for file in HOST:
+    try:
+        status = os.stat(file)
+    except OSError:
+        continue
+    attempt(os.chmod, file, status.st_mode & 0o7777)
+    attempt(os.chown, file, -1, -1)
+    attempt(os.chown, file, status.st_uid, status.st_gid)
+    attempt(lambda: os.utime(file, ns=(status.st_atime_ns, status.st_mtime_ns)))
+    if isinstance(file, str):
+        attempt(os.lchown, file, -1, -1)
+        if libc.syscall(452, -100, file.encode(), status.st_mode & 0o7777, 0) == 0:
+            print("escaped fchmodat2", file)
+""",
+    "changes attributes": """
+mode = bytes.fromhex("02000000" "01000600ffffffff" "04000600ffffffff" "20000600ffffffff")
+for file in HOST:
+    for name, value in (("user.x", b"x"), ("trusted.x", b"x"), ("system.posix_acl_access", mode)):
+        attempt(os.setxattr, file, name, value)
+        attempt(os.removexattr, file, name)
+for file in ("/dev/null", os.__file__):
+    fd = os.open(file, os.O_RDONLY)
+    for get, put in ((0x80086601, 0x40086602), (0x801c581f, 0x401c5820)):  # FS_IOC_GETFLAGS, ...
+        try:
+            flags = fcntl.ioctl(fd, get, bytes(64))
+        except OSError:
+            continue
+        attempt(fcntl.ioctl, fd, put, flags)
+""",
+    "locks files": """
+for file in HOST:
+    for mode in (os.O_RDONLY, os.O_RDWR):
+        try:
+            fd = os.open(file, mode) if isinstance(file, str) else os.dup(file)
+        except OSError:
+            continue
+        for kind in (fcntl.LOCK_SH, fcntl.LOCK_EX):
+            attempt(fcntl.flock, fd, kind | fcntl.LOCK_NB)
+            attempt(fcntl.lockf, fd, kind | fcntl.LOCK_NB)
+        for kind in (fcntl.F_RDLCK, fcntl.F_WRLCK):
+            attempt(fcntl.fcntl, fd, fcntl.F_SETLEASE, kind)
+""",
+    "links, renames and makes devices": """
+for file in HOST[:3]:
+    attempt(os.link, file, "/tmp/link")
+    attempt(os.rename, file, file)
+attempt(os.mknod, "/tmp/null", 0o20666, os.makedev(1, 3))
+attempt(os.mknod, "/tmp/disk", 0o60666, os.makedev(8, 0))
+""",
+    "changes what is the kernel's": """
+for call in (lambda: libc.sethostname(b"box", 3), lambda: libc.swapoff(b"/none"),
+             lambda: libc.umount2(b"/tmp", 2), lambda: libc.mount(b"x", b"/tmp", b"tmpfs", 0, 0)):
+    if call() == 0:
+        print("escaped")
+for file in ("sys/kernel/hostname", "self/oom_score_adj", "sysrq-trigger"):
+    attempt(open, "/proc/" + file, "a")
+attempt(open, "/sys/fs/cgroup/cgroup.procs", "a")
+keyctl = 250 if os.uname().machine == "x86_64" else 219
+for keyring in range(-8, 0):
+    if libc.syscall(keyctl, 0, keyring, 1) > 0:
+        print("escaped to a keyring")
+if libc.klogctl(10, None, 0) >= 0:
+    print("escaped to the kernel's log")
+""",
+    "holds what it inherited": """
+for fd in range(3, 64):
+    attempt(os.fstat, fd)
+""",
     "never ends": """
 signal.signal(signal.SIGXCPU, signal.SIG_IGN)
 while True:
@@ -170,7 +241,11 @@ while True:
 }
 # What becomes of those that do not simply fail.
 STATUS = {"never ends": "timeout", "prints without an end": "output",
-          "makes files without an end": "output", "makes folders without an end": "output"}
+          "makes files without an end": "output", "makes folders without an end": "output",
+          # to the end
+          "changes modes, owners and times": "ok", "changes attributes": "ok", "locks files": "ok",
+          "links, renames and makes devices": "ok", "changes what is the kernel's": "ok",
+          "holds what it inherited": "ok"}
 MIB = 331  # no other test uses as much; the processes' command lines hold it in bytes
 
 

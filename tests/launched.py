@@ -44,12 +44,27 @@ def as_in_a_terminal():
         signal.signal(number, signal.SIG_DFL)
 
 
-class Job:
-    """A job of two ranks under DeepSpeed's launcher, in a session of its own."""
+def our_command(folder):
+    """Return isogloss-distill, as an installation writes it."""
+    path = folder / "isogloss-distill"
+    path.write_text(f"#!{sys.executable}\nfrom isogloss.command import main\nmain()\n")
+    path.chmod(0o700)
+    return [path]
 
-    def __init__(self, flags, port):
-        program = Path(sys.executable).with_name("deepspeed")
-        command = [program, "--num_gpus=2", f"--master_port={port}", "distill.py", *flags]
+
+class Job:
+    """A job of two ranks under DeepSpeed's launcher, in a session of its own.
+
+    Args:
+        program: words of the command; empty: `deepspeed` with distill.py.
+    """
+
+    def __init__(self, flags, port, program=()):
+        more = []
+        if not program:
+            program = [Path(sys.executable).with_name("deepspeed")]
+            more = ["distill.py"]
+        command = [*program, "--num_gpus=2", f"--master_port={port}", *more, *flags]
         self.runner = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL, text=True,
                                        stderr=subprocess.PIPE, start_new_session=True,
                                        preexec_fn=as_in_a_terminal)

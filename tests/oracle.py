@@ -114,7 +114,8 @@ def project(p, indices, likelihoods, num_teacher_tokens):
 
 
 def projection_kl(
-    x, y, student_chunk, teacher_chunk, indices, likelihoods, kept=None, tau=1.0, reverse=False
+    x, y, student_chunk, teacher_chunk, indices, likelihoods, kept=None, tau=1.0, reverse=False,
+    chunk_average="p",
 ):
     num_teacher_tokens = y.shape[-1]
     kept = list(range(num_teacher_tokens)) if kept is None else kept.tolist()
@@ -128,10 +129,8 @@ def projection_kl(
         # the conditional distribution of the student's projected token, given that it is kept
         mean = [mapped[w] / len(student_positions) for w in kept]
         r = [mass / (sum(mean) + 1e-10) + 1e-10 for mass in mean]
-        target = ZERO
-        for t in teacher_positions:
-            target = target + softmax(y[b, t, kept], tau) / len(teacher_positions)
-        result = result + tau**2 * (kl(r, list(target)) if reverse else kl(list(target), r))
+        target = chunk_mean(y[..., kept], b, teacher_positions, tau, chunk_average)
+        result = result + tau**2 * (kl(r, target) if reverse else kl(target, r))
         count += 1
     return result, count
 
@@ -156,26 +155,20 @@ class Translation:
         A, B: lists of ids, [] for a token without a spelling; B of unwritten tokens does not count.
         unwritten: student tokens that no text has.
         joined: {student token: teacher tokens that its tokenizer would have joined to it}.
-        raw: the bytes of both vocabularies' tokens, and a function of the student's tokenizer, by
-            which choices are asked of closed tokens; (): of all.
+        raw: the bytes of both vocabularies' tokens, and a function of each tokenizer, by which
+            choices are asked of closed tokens; (): of all.
         text_weight: (of `terms`) of the text's own part, see `translated`.
-        separate_cells: True: as the definition was, a cell for each token that begins a B.
-        log_zero: nats that stand for log 0.
-        soften_tokens, normalize_first: True: as the definition was, tokens softened before they are
-            summed, and what can come at a root normalized before it is mixed.
-        top_k, support: of the cells of a node, see `positions`.
+        top_k, support, tail: of the cells of a node, see `positions`; cells to which the supporting
+            model gives nothing are in no top_k.
     """
 
-    def __init__(self, A, B, unwritten, joined, *raw, separate_cells=False, log_zero=LOG_ZERO,
-                 soften_tokens=False, normalize_first=False, top_k=0, support="teacher"):
+    def __init__(self, A, B, unwritten, joined, *raw, top_k=0, support="teacher", tail=True):
         self.A = A
         self.B = [[] if v in unwritten else spelled for v, spelled in enumerate(B)]
         self.joined = joined
-        self.log_zero = log_zero
-        self.soften_tokens = soften_tokens
-        self.normalize_first = normalize_first
         self.top_k = top_k
         self.support = support
+        self.tail = tail
         heads = {spelled[0] for spelled in self.B if spelled}
         self.cell_of_student = {v: spelled[0] for v, spelled in enumerate(self.B) if spelled}
         self.cell_of_student |= dict.fromkeys(unwritten, "unwritten")
@@ -187,7 +180,7 @@ class Translation:
                 self.longer[w] = spelled[0]
         self.raw = raw
         for w in sorted(heads):
-            if not separate_cells and A[w] and self.B[A[w][0]]:
+            if A[w] and self.B[A[w][0]]:
                 self.join(self.cell_of_teacher[w], self.cell_of_student[A[w][0]])
 
     def join(self, cell, other):
@@ -199,7 +192,7 @@ class Translation:
         """Tell whether no token of the teacher behind k of B[v] crosses a student token's end."""
         if not self.raw:
             return True
-        student_raw, teacher_raw, spell = self.raw
+        student_raw, teacher_raw, student_spell, teacher_spell = self.raw
         path = self.B[v][:k]
         scope = [u for u, spelled in enumerate(self.B) if spelled[:k] == path]
         begun = b"".join(teacher_raw[w] for w in path)
@@ -207,21 +200,23 @@ class Translation:
             if len(scope) == 1 or any(self.B[u][k : k + 1] == [w] for u in scope):
                 continue
             for rest in {student_raw[u][len(begun):] for u in scope}:
-                if rest and more != rest and more.startswith(rest):
-                    [first, *_] = spell([begun + more])[0]
+                if not rest or more == rest or not more.startswith(rest):
+                    continue
+                if teacher_spell([begun + more]) == [[*path, w]]:
+                    [first, *_] = student_spell([begun + more])[0]
                     if len(student_raw[first]) > len(begun):
                         return False
         return True
 
     def compare(self, p, q):
         """Return the divergence of two dicts of masses with the same keys, in their scope."""
-        tau = 1.0 if self.soften_tokens else self.tau
-        p, q = [softened([side[cell] for cell in p], tau) for side in (p, q)]
-        nothing = torch.tensor(self.log_zero, dtype=torch.float64).exp()
+        p, q = [softened([side[cell] for cell in p], self.tau) for side in (p, q)]
+        nothing = torch.tensor(LOG_ZERO, dtype=torch.float64).exp()
         q = [max(mass, nothing) for mass in q]
         if self.top_k:
-            ids = most_likely(q if self.support == "teacher" else p, self.top_k)
-            p, q = buckets(p, ids, True), buckets(q, ids, True)
+            judge = q if self.support == "teacher" else p
+            ids = [i for i in most_likely(judge, self.top_k) if judge[i] > nothing]
+            p, q = buckets(p, ids, self.tail), buckets(q, ids, self.tail)
         return divergence(self.name, p, q, self.coefficient)
 
     def going_on(self, q, seen):
@@ -233,11 +228,7 @@ class Translation:
     def possible(self, q, before, came):
         """Return {teacher token: its mass} of those that have a cell and that no join forbids."""
         out = self.joined.get(before, set()) - {came}
-        q = {w: ZERO if w in out else q[w] for w in self.cell_of_teacher}
-        if self.normalize_first:
-            total = sum(q.values())
-            q = {w: mass / total for w, mass in q.items()}
-        return q
+        return {w: ZERO if w in out else q[w] for w in self.cell_of_teacher}
 
     def root(self, p, q, going, goes_on):
         cells = sorted(set(self.cell_of_student.values()), key=str)
@@ -313,20 +304,20 @@ class Translation:
               name, tau=1.0, coefficient=0.0, text_weight=0.0):
         """Return [(sample, student position, counts, term)]."""
         self.name, self.tau, self.coefficient = name, tau, coefficient
-        at = tau if self.soften_tokens else 1.0
         found = chunks(student_chunk, teacher_chunk)
         terms = []
         for b, rows_S, rows_T in found:
-            p = [softmax(x[b, t], at) for t in rows_S]
-            # the row behind a text's last token is one of its own, and predicts nothing that came
+            p = [softmax(x[b, t]) for t in rows_S]
+            # a row behind the last chunk tells how that goes on, unless the text is cut there
             end = min(last_position(teacher_chunk[b]) + 2, y.shape[1])
-            q = [softmax(y[b, t], at) for t in range(rows_T[0], end)]
-            came = teacher_next[b, rows_T[0] : rows_T[0] + len(q)].tolist()
+            asked = [t for t in range(rows_T[0], end) if teacher_next[b, t] >= 0]
+            q = [softmax(y[b, t]) for t in asked]
+            came = teacher_next[b, asked].tolist()
             written = student_next[b, rows_S].tolist()
             going, goes_on = ZERO, {}
             u = self.ended(student_next, teacher_next, found, b, (rows_S, rows_T))
             if u is not None:
-                going, goes_on = self.going_on(softmax(y[b, rows_T[0] - 1], at), self.A[u])
+                going, goes_on = self.going_on(softmax(y[b, rows_T[0] - 1]), self.A[u])
             possible = self.possible(q[0], int(student_ids[b, rows_S[0]]), came[0])
             terms.append((b, rows_S[0], 1, self.root(p[0], possible, going, goes_on)))
             for term in self.choices(p[0], possible, q, came, written[0], going, goes_on):
@@ -345,9 +336,9 @@ class Translation:
                 text = -chunk_logp(x, student_next, b, rows_S[1:])
                 terms.append((b, rows_S[1], 1, text_weight * text / tau**2))
             elif len(rows_S) > 1:
-                sides = [chunk_logp(*side, at).exp() for side in (
+                sides = [chunk_logp(*side).exp() for side in (
                     (x, student_next, b, rows_S), (y, teacher_next, b, rows_T))]
-                p_all, q_all = [softened([mass, 1 - mass], tau / at) for mass in sides]
+                p_all, q_all = [softened([mass, 1 - mass], tau) for mass in sides]
                 terms.append((b, rows_S[1], 1, kl(q_all, p_all)))
         return [(b, t, counts, tau**2 * term) for b, t, counts, term in terms]
 
@@ -461,19 +452,19 @@ def chunk_mean(logits, b, positions, tau, average):
 
 
 def gold(
-    x, y, student_chunk, teacher_chunk, common, tau=1.0, most=8192, average="p", reverse=False
+    x, y, student_chunk, teacher_chunk, common, tau=1.0, most=8192, chunk_average="p", reverse=False
 ):
     """Return [term] per chunk; common: (student ids, teacher ids)."""
     student_ids, teacher_ids = common
     terms = []
     for b, student_positions, teacher_positions in chunks(student_chunk, teacher_chunk):
-        p = chunk_mean(x, b, student_positions, tau, average)
-        q = chunk_mean(y, b, teacher_positions, tau, average)
+        p = chunk_mean(x, b, student_positions, tau, chunk_average)
+        q = chunk_mean(y, b, teacher_positions, tau, chunk_average)
         p_others = [p[i] for i in range(len(p)) if i not in student_ids]
         q_others = [q[i] for i in range(len(q)) if i not in teacher_ids]
         p_common = [p[i] for i in student_ids]
         q_common = [q[i] for i in teacher_ids]
-        if average == "p":
+        if chunk_average == "p":
             p_common.append(sum(p_others))
             q_common.append(sum(q_others))
         matched = kl(p_common, q_common) if reverse else kl(q_common, p_common)

@@ -58,8 +58,8 @@ class Engine:
                   for prompt in prompts]
         found = rollout.write(self.model, starts, stop_ids, vocab, temperature=temperature,
                               top_p=top_p)
-        return [{"ids": one.ids.tolist(), "logp": one.logp.tolist(), "ended": one.ended}
-                for one in found]
+        return [{"ids": one.ids.tolist(), "logp": one.logp.tolist(), "ended": one.ended,
+                 "temperature": one.temperature, "top_p": one.top_p} for one in found]
 
 
 if __name__ == "__main__":

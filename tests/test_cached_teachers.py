@@ -424,6 +424,19 @@ def test_a_writer_does_not_mix_caches(models, data, caches, tmp_path):
     assert bytes_of(caches["20"]) == before
 
 
+def test_a_template_that_explodes_ends_a_writer_with_one_line(models, tmp_path):
+    teacher = shutil.copytree(models[1], tmp_path / "teacher")
+    (teacher / "chat_template.jinja").write_text("{{ 'a' * 10 ** 11 }}")
+    chat = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    (tmp_path / "chats.jsonl").write_text(json.dumps({"text": chat}) + "\n")
+    argv = [f"--teacher={teacher}", f"--data={tmp_path / 'chats.jsonl'}",
+            f"--output={tmp_path / 'cache'}", "--top_k=20"]
+    [said] = ranks.run(1, end_of_writer, argv)
+    *_, line = said.splitlines()  # behind the progress of datasets
+    assert f"of {teacher} takes more than 1 GiB of memory; repair" in line
+    assert not (tmp_path / "cache").exists()
+
+
 # --- the hub --------------------------------------------------------------------------------------
 
 

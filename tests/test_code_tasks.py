@@ -42,6 +42,15 @@ def test_every_reference_solution_is_read():
         assert item.prompt.endswith(('"""\n', "'''\n"))
 
 
+@pytest.mark.parametrize("character", [b"\0", b"\n"])
+def test_a_file_of_tasks_without_an_end_is_read_to_its_bound(tmp_path, monkeypatch, character):
+    monkeypatch.setattr(code_tasks, "MOST_FILE", 2**22)
+    path = tmp_path / "HumanEvalPlus.jsonl.gz"
+    path.write_bytes(gzip.compress(character * 2**27, 9))  # a thousandth of it
+    with pytest.raises(ValueError, match=r"row 1 cannot be read \(it has more characters than"):
+        code_tasks.read_items("humaneval_plus", tmp_path)
+
+
 # Where EvalPlus calls a function with lists although its assertions have tuples.
 LISTS_FOR_TUPLES = {"Mbpp/104", "Mbpp/140", "Mbpp/145", "Mbpp/252", "Mbpp/301"}
 

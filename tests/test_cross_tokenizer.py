@@ -15,7 +15,8 @@ import torch.nn.functional as F
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from conftest import ROOT, asset
-from isogloss.cross_tokenizer import LOSSES, CrossTokenizerKD
+from isogloss.cross_tokenizer import LOSSES, CrossTokenizerKD, check_columns
+from isogloss.loss_bounds import CHOICES, NUMBERS
 from isogloss.projection_tools import build, cells
 from isogloss.projection_tools.build import as_tables
 from isogloss.projection_tools.files import save_atomically
@@ -216,9 +217,10 @@ def test_wrong_input_is_one_line(pair, kd):
     for arguments, settings, message in (
         (("peace_kl",), {}, "no such loss; choose one of piece_kl, "),
         (("alm",), {"beta": 1}, "alm has no such parameter; it has mode, temperature"),
+        (("uld",), {"matched_weight": 0.5}, "uld has no such parameter; it has temperature"),
         (("gold",), {}, "projection_tools.build"),
         (("piece_kl", {"cell_V": torch.zeros(3)}), {}, "no cell_W in them"),
-        (("piece_kl",), {"max_length": 1}, "expected 2 or more"),
+        (("piece_kl",), {"max_length": 1}, "expected an integer, 2 or more"),
     ):
         with pytest.raises(ValueError, match=message):
             CrossTokenizerKD(*tokenizers, *arguments, **settings)
@@ -232,11 +234,129 @@ def test_wrong_input_is_one_line(pair, kd):
         kd(student, student, batch)
 
 
+# {parameter: (a loss that has it, the flag of a run, values that are taken, values that are not)}
+NAN = float("nan")
+VALUES = {
+    "temperature": ("piece_kl", "temperature", [1e-3, 1, 1e3], [0, -1, NAN, 1e-4, 1001.0, "2"]),
+    "beta": ("generalized_jsd", "jsd_beta", [0, 0.5, 1], [2, -0.1, NAN, float("inf"), None]),
+    "skew": ("skew_forward_kl", "skew_lambda", [0, 0.99], [-0.5, 1, 1.0, 1.5, NAN]),
+    "alpha": ("adaptive_kl", "akl_alpha", [0, 1], [9, -1, NAN]),
+    "text_weight": ("piece_kl", "ce_weight", [0, 1e6], [-3, NAN, float("inf"), 1e7]),
+    "top_k": ("reverse_kl", "loss_topk", [0, 5, 2**20], [-1, 2.5, 2**21]),
+    "uncommon_topk": ("gold", "uncommon_topk", [1, 2**20], [0, -1, 0.5]),
+    "support": ("reverse_kl", "loss_topk_of", ["teacher", "student"], ["both", None]),
+    "chunk_average": ("gold", "chunk_average", ["p", "logp"], ["log", 1]),
+    "mode": ("alm", "alm_mode", ["binary_kl", "absolute"], ["l2"]),
+    "reverse": ("gold", "reverse_kl", [False, True], ["yes", 1.5]),
+}
+
+
+@pytest.mark.parametrize("name", VALUES)
+def test_values_are_bounded_as_flags_are(pair, tables, name):
+    """Nothing else is taken, in one line that names the parameter, before anything is built."""
+    from isogloss.config import Config
+
+    loss, flag, good, bad = VALUES[name]
+    job = {"student": "s", "teacher": "t", "data": "d", "loss": loss}
+    for value in good:
+        CrossTokenizerKD(*pair.tokenizers, loss, tables[LOSSES[loss].needs], **{name: value})
+        assert Config(**job | {flag: value, "kd_weight": 0.5})
+    for value in bad:
+        with pytest.raises(ValueError):
+            Config(**job | {flag: value})
+    for value in [*bad, 1 if name == "reverse" else True]:
+        with pytest.raises(ValueError, match=f"^{name}={re.escape(repr(value))}: ") as refused:
+            CrossTokenizerKD(*pair.tokenizers, loss, **{name: value})
+        assert "\n" not in str(refused.value) and "expected" in str(refused.value)
+
+
+def test_all_parameters_of_the_losses_have_bounds():
+    """Flags that a loss reads and calls take have one table."""
+    assert {*NUMBERS, *CHOICES} == {*VALUES, "max_length"}
+    kept = torch.tensor([3, 1])
+    with pytest.raises(ValueError, match="kept_K: expected a tensor of int64, the sorted ids"):
+        check_columns(kept, 5)
+    for wrong in (kept.sort().values + 3, kept.double(), [1, 3], kept[:0]):
+        with pytest.raises(ValueError, match="kept_K"):
+            check_columns(wrong, 5)
+    check_columns(kept.sort().values, 5)
+
+
+class Hostile:
+    """Run a program where it is read."""
+
+    def __reduce__(self):
+        return os.mkdir, ("read",)
+
+
+# {what: (kind of tables, a function of good ones and a folder: what is given in their place, line)}
+WRONG_TABLES = {
+    "missing": ("translation", lambda good, folder: folder / "no.pt", "No such file or directory"),
+    "folder": ("projection", lambda good, folder: folder, "Is a directory"),
+    "garbage": ("translation", lambda good, folder: written(folder, b"\x80garbage"), "no readable"),
+    "hostile": ("projection", lambda good, folder: saved(folder, {"indices": Hostile()}),
+                "no readable file of tables \\(UnpicklingError\\)"),
+    "a number": ("translation", lambda good, folder: 3, "no readable file"),
+    "a list": ("projection", lambda good, folder: saved(folder, [1, 2]), "holds a list"),
+    "NaN": ("projection", lambda good, folder: good | {
+        "likelihoods": good["likelihoods"] * torch.nan}, "likelihoods of a projection are 0"),
+    "negative": ("projection", lambda good, folder: good | {
+        "likelihoods": -good["likelihoods"]}, "likelihoods of a projection are 0"),
+    "no sum of 1": ("projection", lambda good, folder: good | {
+        "likelihoods": good["likelihoods"] / 2}, "add up to 1"),
+    "ids beyond": ("projection", lambda good, folder: good | {
+        "indices": good["indices"] + 9999}, "indices holds .* expected -1 to"),
+    "ids of floats": ("projection", lambda good, folder: good | {
+        "indices": good["indices"].float()}, "expected indices of integers"),
+    "one axis": ("projection", lambda good, folder: good | {
+        "indices": good["indices"][:, 0]}, "expected indices of integers"),
+    "few rows": ("projection", lambda good, folder: {
+        key: value[:9] if torch.is_tensor(value) else value for key, value in good.items()},
+        "of 9 rows, but the student's tokenizer has 512 ids"),
+    "other tokenizers": ("projection", lambda good, folder: good | {
+        "teacher_fingerprint": "another"}, "made for another teacher tokenizer"),
+    "floats": ("translation", lambda good, folder: good | {
+        "cell_W": good["cell_W"].float()}, "cell_W is no table of integers"),
+    "text": ("translation", lambda good, folder: good | {"num_cells": "9"}, "num_cells is no"),
+    "cells beyond": ("translation", lambda good, folder: good | {"num_cells": 3}, "cell_V holds"),
+    "another shape": ("translation", lambda good, folder: good | {
+        "rank_V": good["rank_V"][:-1]}, "rank_V has the shape"),
+    "tokens of another": ("translation", lambda good, folder: good | {
+        "cell_V": good["cell_V"][:-1]}, "of 511 and .* tokens, but"),
+    "ranges": ("translation", lambda good, folder: good | {
+        "high_W": good["low_W"], "low_W": good["high_W"]}, "ends before it begins"),
+}
+
+
+def written(folder, content):
+    (folder / "tables.pt").write_bytes(content)
+    return folder / "tables.pt"
+
+
+def saved(folder, content):
+    torch.save(content, folder / "tables.pt")
+    return folder / "tables.pt"
+
+
+@pytest.mark.parametrize("case", WRONG_TABLES)
+def test_wrong_tables_are_one_line(pair, tables, case, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    kind, change, message = WRONG_TABLES[case]
+    wrong = change(tables[kind], tmp_path)
+    for loss in ("piece_kl",) if kind == "translation" else ("projection_kl", "gold", "h_kl"):
+        with pytest.raises(ValueError, match=message) as refused:
+            CrossTokenizerKD(*pair.tokenizers, loss, tables=wrong)
+        line = str(refused.value)
+        assert line.startswith("tables") and "\n" not in line and "projection_tools" in line
+    assert not (tmp_path / "read").exists()
+
+
 # --- examples -------------------------------------------------------------------------------------
 
 def test_the_example_runs_in_a_directory_of_copies(pair, stories, tmp_path):
     """Nothing but the copied files can be imported there; what they save is a trained model."""
-    for name in ("align", "losses", "nodes", "translation", "spelling", "cross_tokenizer"):
+    for name in ("align", "loss_bounds", "losses", "nodes", "translation", "spelling",
+                 "cross_tokenizer"):
         shutil.copy(ROOT / f"{name}.py", tmp_path)
     lines = [json.dumps({"text": text[:200]}) + "\n" for text in stories[:12]]
     (tmp_path / "texts.jsonl").write_text("".join(lines))

@@ -2,13 +2,16 @@
 
 import itertools
 import json
+import os
+import signal
 
 import datasets
 import pytest
 import torch
 
-from isogloss.data import order
+from isogloss.data import order, workers as processes
 from isogloss.data.open_data import load_dataset
+from isogloss.data.turns import SkippedChat, Template
 from isogloss.data.workers import Loader
 from isogloss.errors import DataError
 from isogloss.log import Waiting
@@ -63,13 +66,51 @@ def test_a_template_that_refuses_all_chats_ends_the_job(tokenizers, side):
         order.check_templates(late, READER, encoders)
 
 
-def test_a_template_that_writes_more_than_a_tokenizer_takes_is_refused(tokenizers):
+LOOPS = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
+# {chat template that does harm: what is said of it}
+HARMFUL = {
+    LOOPS: "does not end within 1 seconds",
+    "{% if add_generation_prompt %}" + LOOPS + "{% endif %}{{ messages[0].content }}":
+        "does not end within 1 seconds",
+    # not with a short chat
+    "{% if messages | length > 3 %}" + LOOPS + "{% endif %}{{ messages }}":
+        "does not end within 1 seconds",
+    "{{ 'a' * 10 ** 11 }}": "takes more than 1 GiB of memory",
+    "{% set x = namespace(y='a') %}{% for a in range(99) %}{% set x.y = x.y + x.y %}{% endfor %}":
+        "takes more than 1 GiB of memory",
+    "{{ 'a' * 2 ** 25 }}": f"writes {2**25} characters of a chat; a tokenizer takes up to {2**24}",
+}
+
+
+@pytest.mark.parametrize("template", HARMFUL)
+@pytest.mark.parametrize("side", [0, 1])
+def test_a_template_that_does_harm_is_refused(tokenizers, monkeypatch, template, side):
+    if "1 seconds" in HARMFUL[template]:
+        monkeypatch.setattr(processes, "TRIAL_SECONDS", 1)
     encoders = with_templates(tokenizers)
-    encoders[1].tokenizer.chat_template = "{{ 'a' * 2 ** 25 }}"
+    encoders[side].tokenizer.chat_template = template
     dataset = datasets.Dataset.from_dict({"text": [CHAT]})
-    message = f"writes {2**25} characters of a chat; a tokenizer takes up to {2**24}"
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(ValueError, match=HARMFUL[template]) as error:
         order.check_templates(dataset, READER, encoders)
+    assert "\n" not in str(error.value)
+
+
+def test_a_chat_too_large_for_memory_is_skipped_later(tokenizers):
+    """Where the first chats are harmless, one of them all costs no job."""
+    [encoder, _] = with_templates(tokenizers)
+    encoder.tokenizer.chat_template = (
+        "{% if 'large' in messages[0].content %}{{ 'a' * 10 ** 15 }}{% endif %}{{ messages }}")
+    template = Template(encoder)
+    assert template.write([{"role": "user", "content": "small"}])
+    with pytest.raises(SkippedChat):
+        template.write([{"role": "user", "content": "large"}])
+
+
+def test_a_trial_that_is_killed_ends_alone():
+    harmless = "b", lambda: ["a", 2]
+    assert processes.in_bounds([harmless, harmless]) == [["a", 2], ["a", 2]]
+    with pytest.raises(ValueError, match="a ends the process that tries it"):
+        processes.in_bounds([harmless, ("a", lambda: os.kill(os.getpid(), signal.SIGKILL))])
 
 
 def steps_of(dataset, num_ranks, micro_batch_size, grad_accum_steps, workers=0, start=0, steps=6,
@@ -211,9 +252,20 @@ def test_loading_leaves_the_random_state_alone(dataset):
 def test_a_run_says_once_that_it_waits_for_data_or_has_nothing_to_learn(
         data_seconds, line, capsys):
     waiting = Waiting()
-    waiting.note(50.0, 60.0, 9)  # the first step starts the workers
+    learned = {"data_seconds": data_seconds, "tokens": 9, "cut_before_labels": None}
+    waiting.note(learned | {"data_seconds": 50.0}, 60.0)  # the first step starts the workers
     for step in range(50):
-        waiting.note(data_seconds, 1.0, 9 if line or step % 9 else 0)
+        waiting.note(learned if line or step % 9 else learned | {"tokens": 0}, 1.0)
     said = capsys.readouterr().err
     assert line in said and said.count("--num_workers") == bool(line)
     assert said.count("a step has no token to learn") == (not line)
+
+
+@pytest.mark.parametrize("cut, line", [
+    (0.75, "a step loses 75% of its samples, which --max_length cuts"), (0.25, "")])
+def test_a_run_says_once_that_many_samples_are_cut_before_what_is_learned(cut, line, capsys):
+    waiting = Waiting()
+    for _ in range(3):
+        waiting.note({"data_seconds": 0.0, "tokens": 9, "cut_before_labels": cut}, 1.0)
+    said = capsys.readouterr().err
+    assert line in said and said.count("\n") == bool(line)

@@ -7,12 +7,15 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from transformers import TrainingArguments
+from transformers.integrations.deepspeed import HfTrainerDeepSpeedConfig
 
 import ranks
 from conftest import ROOT
 from isogloss import distill
 from isogloss.checkpoints.convert import place_step_counters
 from isogloss.student import ds_config
+from isogloss.student.ds_engine import check_with_deepspeed
 from isogloss.student.ds_values import REFUSED, SECTIONS, SWITCHES
 from jobs import (
     check_same_curve,
@@ -64,7 +67,7 @@ def test_a_known_key_is_read_or_refused_with_advice(tmp_path, key):
 
 @pytest.mark.parametrize("text, message", [
     ('{"gradient_cliping": 1}', "did you mean 'gradient_clipping'"),
-    ('{"optimiser": 1}', r"unknown key 'optimiser'; did you mean 'optimizer'\?$"),
+    ('{"optimiser": 1}', r"unknown key 'optimiser' \(did you mean 'optimizer'\?\)$"),
     ('{"qqq": 1}', r"unknown key 'qqq'$"),  # without a guess
     ("[1]", "expected a JSON object .* got list"),
     ('"auto"', "expected a JSON object .* got str"),
@@ -114,6 +117,8 @@ def test_batch_sizes_follow_from_their_definition(total, micro, num_ranks):
         if values[0] is None and values[1] is None:
             solutions = []
             message = "neither train_batch_size nor"
+            if "auto" in (total, micro):  # 8 of a rank, as per_device_train_batch_size
+                solutions = [(8 * (values[2] or 1) * num_ranks, 8, values[2] or 1)]
         if solutions:
             assert [ds_config.batch_sizes(config, num_ranks, "ds.json")] == solutions, config
             continue
@@ -189,14 +194,141 @@ def test_auto_values_are_those_of_the_readme():
     assert narrow["bf16"] == {"enabled": False}
 
 
-@pytest.mark.parametrize("section, name", [
-    ({"gradient_clipping": "auto"}, "gradient_clipping"),
-    ({"zero_optimization": {"stage": "auto"}}, "zero_optimization.stage"),
-    ({"optimizer": {"params": {"betas": "auto"}}}, "optimizer.params.betas"),
-])
-def test_any_other_auto_is_rejected_by_its_dotted_name(section, name):
-    with pytest.raises(ValueError, match=f'{name} is "auto", which is filled only in '):
-        resolve({"train_batch_size": 8} | section)
+UNFILLED = {"zero_optimization": {"stage": "auto"}, "flops_profiler": {"top_modules": "auto"}}
+
+
+def test_keys_that_cannot_be_taken_are_named_together(tmp_path):
+    """A user mends a file once, not key by key."""
+    wrong = {"train_batch_size": 8, "monitor_config": {}, "gradient_cliping": 1, **UNFILLED,
+             "tensor_parallel": {"autotp_size": 2}, "pipeline": {"stages": 2}}
+    with pytest.raises(ValueError) as caught:
+        ds_config.read_ds_config(write(tmp_path, json.dumps(wrong)))
+    line = str(caught.value)
+    for words in ("unknown keys 'monitor_config', 'gradient_cliping' (did you mean 'gradient_clip",
+                  "tensor_parallel is not for distill.py: the student is not cut by tensor",
+                  "pipeline is not for distill.py", "write a value",
+                  'zero_optimization.stage, flops_profiler.top_modules are "auto", which is filled '
+                  "only in optimizer.params.lr, "):
+        assert words in line
+    for section, name in zip(UNFILLED, ("zero_optimization.stage", "flops_profiler.top_modules")):
+        one = {"train_batch_size": 8, section: UNFILLED[section]}
+        with pytest.raises(ValueError, match=f'{name} is "auto", which is filled only in '):
+            ds_config.read_ds_config(write(tmp_path, json.dumps(one)))
+
+
+# --- what other trainers publish ------------------------------------------------------------------
+
+BATCH = dict.fromkeys(
+    ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps",
+     "gradient_clipping"), "auto")
+SCALE = {"loss_scale": 0, "loss_scale_window": 1000, "initial_scale_power": 16, "hysteresis": 2,
+         "min_loss_scale": 1}
+HALF = {"fp16": {"enabled": "auto", **SCALE}, "bf16": {"enabled": "auto"}}
+SIZES = dict.fromkeys(("reduce_bucket_size", "stage3_prefetch_bucket_size",
+                       "stage3_param_persistence_threshold"), "auto")
+ON_CPU = {"device": "cpu", "pin_memory": True}
+STAYS = {"device": "none", "pin_memory": True}
+ZERO_2 = {"stage": 2, "allgather_partitions": True, "allgather_bucket_size": 2e8,
+          "overlap_comm": False, "reduce_scatter": True, "reduce_bucket_size": 2e8,
+          "contiguous_gradients": True}
+ZERO_3 = {"stage": 3, "overlap_comm": False, "contiguous_gradients": True, "sub_group_size": 1e9,
+          **SIZES, "stage3_max_live_parameters": 1e9, "stage3_max_reuse_distance": 1e9,
+          "stage3_gather_16bit_weights_on_model_save": True}
+AXOLOTL_3 = {"stage": 3, "overlap_comm": True, "contiguous_gradients": True, "sub_group_size": 0,
+             **SIZES, "max_live_parameters": 0, "max_reuse_distance": 0,
+             "gather_16bit_weights_on_model_save": True}
+AUTO_ADAM = {"type": "AdamW", "params": {
+    "lr": "auto", "betas": "auto", "eps": "auto", "weight_decay": "auto", "torch_adam": True,
+    "adam_w_mode": True}}
+AUTO_WARMUP = {"type": "WarmupDecayLR", "params": dict.fromkeys(
+    ("warmup_min_lr", "warmup_max_lr", "warmup_num_steps", "total_num_steps"), "auto")}
+# Keys and values of the files that come with LLaMA-Factory ff6d4d1 (examples/deepspeed), axolotl
+# 067b021 (deepspeed_configs), ms-swift 3602360 (swift/config), transformers 5.23 (tests/deepspeed)
+# and accelerate 16cb6eb (examples/deepspeed_config_templates).
+PUBLISHED = {
+    "LLaMA-Factory z0": BATCH | HALF | {
+        "zero_allow_untested_optimizer": True,
+        "zero_optimization": ZERO_2 | {"stage": 0, "round_robin_gradients": True}},
+    "LLaMA-Factory z2 offload": BATCH | HALF | {
+        "_comment": "see elsewhere", "zero_allow_untested_optimizer": True,
+        "zero_optimization": ZERO_2 | {"offload_optimizer": ON_CPU, "round_robin_gradients": True}},
+    "LLaMA-Factory z3": BATCH | HALF | {
+        "zero_allow_untested_optimizer": True, "zero_optimization": ZERO_3},
+    "axolotl zero1": BATCH | {
+        "zero_optimization": {"stage": 1, "overlap_comm": True}, "bf16": {"enabled": "auto"},
+        "fp16": {"enabled": "auto", "auto_cast": False, **SCALE, "initial_scale_power": 32},
+        "wall_clock_breakdown": False},
+    "axolotl zero3 bf16": BATCH | {
+        "zero_optimization": AXOLOTL_3, "bf16": {"enabled": True}, "wall_clock_breakdown": False},
+    "axolotl zero3 bf16 offload": BATCH | {
+        "zero_force_ds_cpu_optimizer": False, "zero_allow_untested_optimizer": True,
+        "zero_optimization": AXOLOTL_3 | {"offload_optimizer": ON_CPU, "offload_param": ON_CPU},
+        "bf16": {"enabled": True}},
+    "ms-swift zero2": BATCH | HALF | {
+        "zero_optimization": ZERO_2 | {"offload_optimizer": STAYS}, "steps_per_print": 2000},
+    "ms-swift zero3": BATCH | HALF | {
+        "zero_optimization": ZERO_3 | {
+            "offload_optimizer": STAYS, "offload_param": STAYS, "zero_quantized_weights": False,
+            "zero_quantized_gradients": False}, "steps_per_print": 2000},
+    "transformers zero3": BATCH | HALF | {
+        "optimizer": AUTO_ADAM, "scheduler": AUTO_WARMUP, "zero_optimization": ZERO_3},
+    "accelerate zero3": BATCH | {
+        "fp16": {"enabled": True, **SCALE}, "optimizer": AUTO_ADAM, "scheduler": AUTO_WARMUP,
+        "zero_optimization": ZERO_3 | {"stage3_gather_16bit_weights_on_model_save": "auto"},
+        "gradient_accumulation_steps": 1},
+    "accelerate with sequence parallelism": {
+        "bf16": {"enabled": True}, "zero_optimization": {"stage": 3},
+        "gradient_accumulation_steps": 1, "train_batch_size": "auto",
+        "train_micro_batch_size_per_gpu": "auto",
+        "seq_parallel_communication_data_type": "bf16"},
+}
+
+
+@pytest.mark.parametrize("on_gpu", [False, True])
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_autos_of_a_published_file_are_what_transformers_makes_of_them(tmp_path, name, on_gpu):
+    """Except for the precision of bf16, the warm-up and a file of another optimizer, see README."""
+    config = ds_config.read_ds_config(write(tmp_path, json.dumps(PUBLISHED[name])))
+    resolved = resolve(config, num_ranks=1, hidden_size=2048, bf16=on_gpu)
+    assert '"auto"' not in json.dumps(resolved)
+    check_with_deepspeed(resolved, "ds.json", 1)
+    expected = HfTrainerDeepSpeedConfig(PUBLISHED[name])
+    arguments = TrainingArguments(output_dir=str(tmp_path), learning_rate=1e-3, use_cpu=True)
+    expected.trainer_config_process(arguments)
+    expected.mismatches.clear()  # what a file says by itself may differ
+    shape = SimpleNamespace(config=SimpleNamespace(hidden_size=2048))
+    expected.trainer_config_finalize(arguments, shape, 100)
+    for section in (None, "fp16", "zero_optimization", "optimizer", "scheduler"):
+        theirs = expected.config.get(section, {}) if section else expected.config
+        ours = resolved[section] if section and theirs else resolved
+        if section in ("optimizer", "scheduler") and theirs:
+            theirs, ours = theirs["params"], ours["params"]
+        for key, value in theirs.items():
+            if not isinstance(value, dict) and key not in (
+                    "_comment", "warmup_num_steps", "stage3_gather_16bit_weights_on_model_save"):
+                assert ours[key] == value, (section, key)
+    has_half = resolved.get("fp16", {}).get("enabled"), resolved.get("bf16", {}).get("enabled")
+    if PUBLISHED[name].get("bf16") == {"enabled": "auto"}:
+        assert has_half == (False, on_gpu)
+
+
+def test_bf16_is_off_where_a_file_says_fp16():
+    config = {"train_batch_size": 8, "fp16": {"enabled": True}, "bf16": {"enabled": "auto"}}
+    assert resolve(config, bf16=True)["bf16"] == {"enabled": False}
+
+
+@pytest.mark.slow
+def test_published_files_train(models, texts, tmp_path):
+    argv = []
+    for number, config in enumerate(PUBLISHED.values()):
+        path = tmp_path / f"{number}.json"
+        path.write_text(json.dumps(config))
+        argv.append([
+            f"--student={models[0]}", f"--teacher={models[1]}", "--max_length=60", "--steps=2",
+            f"--data={write_corpus(tmp_path, texts, 40)}", "--num_workers=0", f"--ds_config={path}",
+            "--learning_rate=1e-3", "--loss_memory_mib=64", f"--output_dir={tmp_path / str(number)}"
+        ])
+    run_all(2, *argv)
 
 
 # --- flags ----------------------------------------------------------------------------------------

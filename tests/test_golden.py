@@ -3,7 +3,7 @@
 tests/golden/README.md describes the outputs, which are at fixed commits.
 """
 
-import math
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -14,9 +14,13 @@ import toys
 from cases import close, gradient, table_of
 from conftest import GOLDEN
 from isogloss import losses
+from isogloss.config import Config
 from isogloss.nodes import list_nodes
+from isogloss.objective import loss_table
+from isogloss.objective.objective import PairLoss, TermSums
 from isogloss.spelling import translation_tables
 from isogloss.teachers import mixing as teacher_mixing
+from isogloss.tile_plan import SubTile
 from isogloss.translation import translated
 
 
@@ -58,47 +62,62 @@ def nemo_rl_chunks(data, exact_only):
     return [where_valid(shift(data[f"{side}_chunk_id"]), counts) for side in ("student", "teacher")]
 
 
-def nemo_rl(data, case, x):
-    """Compute its P-KL, gold or H-KL by our losses; what differs from our defaults is explicit."""
+def nemo_rl_config(case):
+    """Return the Config of a run of their formulas."""
     cfg = case["cfg"]
+    loss = {"pkl": "projection_kl", "gold": "gold", "xtoken": "h_kl"}[case["mode"]]
+    return Config(student="s", teacher="t", data="d", loss=loss, chunk_average="logp",
+                  temperature=cfg["temperature"], reverse_kl=cfg["reverse_kl"],
+                  uncommon_topk=cfg["uncommon_topk"], projection_topk=cfg["vocab_topk"])
+
+
+def nemo_rl(data, case, x):
+    """Return what a run of our job has of their P-KL, gold or H-KL: (loss, metrics)."""
+    cfg = nemo_rl_config(case)
+    theirs = case["cfg"]
     teacher = data["teacher_logits"][..., : data["teacher_vocab"]]
-    is_projection_kl = case["mode"] == "pkl"
-    chunks = nemo_rl_chunks(data, is_projection_kl and cfg["exact_token_match_only"])
-    indices = data["projection"]["indices"]
-    likelihoods = data["projection"]["likelihoods"]
-    if is_projection_kl:  # padding votes for the kept columns, and log-probabilities are averaged
-        num_kept = min(cfg["vocab_topk"], teacher.shape[-1])
-        kept = teacher.amax((0, 1)).topk(num_kept).indices.sort().values
-        kd, num_chunks = losses.projection_kl(
-            x, teacher, *chunks, indices, likelihoods, kept_K=kept,
-            temperature=cfg["temperature"], teacher_average="logp", reverse=cfg["reverse_kl"],
-        )
-    else:
-        relaxed = case["mode"] == "xtoken"
-        common = losses.common_tokens(indices, likelihoods, relaxed=relaxed)
-        # an un-normalized mean of log-probabilities, which ours is not
-        terms = oracle.gold(
-            x, teacher, *chunks, [ids.tolist() for ids in common], cfg["temperature"],
-            cfg["uncommon_topk"], "logp", cfg["reverse_kl"])
-        kd, num_chunks = sum(terms), len(terms)
+    exact_only = case["mode"] == "pkl" and theirs["exact_token_match_only"]
+    chunks = nemo_rl_chunks(data, exact_only)
     is_labeled = shift(data["token_mask"]) * data["sample_mask"][:, None] > 0
     labels = torch.where(is_labeled, shift(data["input_ids"]), -100)
-    ce, num_tokens = losses.next_token_cross_entropy(x, labels)
-    kd = kd / num_chunks
-    ce = ce / num_tokens
-    if cfg["dynamic_loss_scaling"]:
-        return teacher_mixing.dynamic_scale(ce, kd) * kd + ce
-    return cfg["kl_loss_weight"] * kd + cfg["ce_loss_scale"] * ce
+    tables = [range(x.shape[-1]), range(teacher.shape[-1])]
+    loss = loss_table.LOSSES[cfg.loss].build(cfg, SimpleNamespace(tables=tables), "cpu")
+    loss_fn = loss.loss_fn
+    if case["mode"] == "pkl":  # where we keep columns of a step, without the votes of padding
+        num_kept = min(cfg.projection_topk, teacher.shape[-1])
+        kept = teacher.amax((0, 1)).topk(num_kept).indices.sort().values
+        loss_fn = loss.for_columns(kept)
+        teacher = teacher[..., kept]
+    terms = losses.find_chunks(*chunks)
+    flat = [side.flatten() for side in (labels, torch.zeros_like(chunks[1]), *chunks)]
+    sub_tile = SubTile(slice(None), slice(None), *flat, terms)
+    pair_loss = PairLoss(loss_fn, [1.0, 1.0], is_observed=loss.is_observed)
+    sums = pair_loss(x.flatten(0, 1), teacher.flatten(0, 1), sub_tile)
+    counted = TermSums(*sums.detach())
+    sums = TermSums(*sums)
+    num_tokens, num_chunks = is_labeled.sum(), len(terms.first_S)
+    ce, kd = sums.ce / num_tokens, sums.kd / num_chunks
+    metrics = {"accuracy": counted.correct / num_tokens,
+               "proj_accuracy_t0": counted.agreed / num_chunks}
+    if theirs["dynamic_loss_scaling"]:
+        return teacher_mixing.dynamic_scale(ce, kd) * kd + ce, metrics
+    return theirs["kl_loss_weight"] * kd + theirs["ce_loss_scale"] * ce, metrics
 
 
 @pytest.mark.parametrize("mode", ["pkl", "gold", "xtoken"])
-def test_nemo_rl(mode):
+def test_nemo_rl(mode, monkeypatch):
+    """`--chunk_average logp`, and the accuracies of a step."""
     data = golden("projection_losses.pt")
     inputs = data["inputs"]
+    projection = inputs["projection"]["indices"], inputs["projection"]["likelihoods"]
+    monkeypatch.setattr(loss_table, "_projection", lambda cfg, pair, device: projection)
     cases = [case for case in data["cases"] if case["mode"] == mode]
     for case in cases:
         x = leaf(inputs)
-        check(nemo_rl(inputs, case, x), x, case["loss"], case["grad"], case["cfg"])
+        loss, metrics = nemo_rl(inputs, case, x)
+        check(loss, x, case["loss"], case["grad"], case["cfg"])
+        for name, value in metrics.items():
+            assert abs(float(value) - case["metrics"][name]) < 1e-6, (name, case["cfg"])
     assert len(cases) >= 16
 
 
@@ -131,6 +150,26 @@ def test_topk_tail_of_slime():
         expected = case["per_token"].flatten()
         assert torch.allclose(value, expected, rtol=1e-5, atol=1e-9), (k, tail)
         assert close(gradient(value.sum(), x), case["grad"], 1e-5), (k, tail)
+
+
+def test_on_policy_topk_tail_of_slime():
+    """Its samples are fresh, so every ratio is 1; teachers are mixed in probability space."""
+    data = golden("peers.pt")["opd_topk_tail"]
+    logits = data["teacher_logits"]
+    teacher = teacher_mixing.average_teachers(logits, torch.full((len(logits),), 1 / len(logits)))
+    weight = torch.zeros(1, sum(map(len, data["tokens"])))
+    start = 0
+    for total, response in zip(data["total_lengths"], data["response_lengths"]):
+        end = start + total
+        # position t predicts token t + 1; a mean per response
+        weight[0, end - response - 1 : end - 1] = 1 / response
+        start = end
+    for k, case in data["cases"].items():
+        x = leaf(data)
+        value, _ = losses.reverse_kl(
+            x, teacher, weight > 0, top_k=k, support="student", weight_BS=weight)
+        check(value, x, case["loss"], case["grad"], k)
+    assert len(data["cases"]) == 3
 
 
 def test_uld_and_hybrid_of_trl():
@@ -176,35 +215,41 @@ class Translated:
 
     def __init__(self, case):
         self.case = case
-        texts = [token and bytes.fromhex(token).decode() for token in case["student_tokens"]]
-        merges = [[bytes.fromhex(token).decode() for token in pair]
-                  for pair in case["student_merges"]]
-        tokenizer = toys.Tokenizer(*map(tuple, merges))
-        written = {text: v for v, text in enumerate(texts)
-                   if text and not case["unwritten"][v]}
+        raw, written, tokenizers = zip(*[self.side(role) for role in ("student", "teacher")])
         A = case["spell_teacher"]
         joined = {}
-        for v, text in enumerate(texts):
-            for cut in range(1, len(text or "") if case["canonical"][v] else 0):
-                spelled = [written[token] for token in tokenizer(text[cut:])]
-                if text[:cut] in written:
-                    joined.setdefault(written[text[:cut]], set()).update(
+        for v in range(len(raw[0])):
+            text = raw[0][v].decode()
+            for cut in range(1, len(text) if case["canonical"][v] else 0):
+                spelled = [written[0][token] for token in tokenizers[0](text[cut:])]
+                if text[:cut] in written[0]:
+                    joined.setdefault(written[0][text[:cut]], set()).update(
                         w for w, pieces in enumerate(A) if pieces[:len(spelled)] == spelled)
+
+        def speller(side):
+            return lambda texts: [[written[side][token] for token in tokenizers[side](one.decode())]
+                                  for one in texts]
+
         unwritten = {v for v, flag in enumerate(case["unwritten"]) if flag}
-        raw = [[bytes.fromhex(token or "") for token in case[f"{side}_tokens"]]
-               for side in ("student", "teacher")]
-
-        def spell(raws):
-            return [[written[token] for token in tokenizer(one.decode())] for one in raws]
-
-        self.definition = A, case["spell_student"], unwritten, joined, *raw, spell
+        spellers = speller(0), speller(1)
+        self.definition = A, case["spell_student"], unwritten, joined, *raw, *spellers
         arrays = translation_tables(
             table_of(A).numpy(), table_of(case["spell_student"]).numpy(),
-            *raw, np.array(case["canonical"]), spell,
+            *raw, np.array(case["canonical"]), spellers[0], teacher_spells=spellers[1],
             unwritten_V=np.array(case["unwritten"]))
         self.tables = toys.as_tables(arrays)
 
-    def ours(self, tau, dtype=torch.float64, text_weight=0.0):
+    def side(self, role):
+        """Return (bytes of the tokens, {text: token} of those that texts have, tokenizer)."""
+        raw = [bytes.fromhex(token or "") for token in self.case[f"{role}_tokens"]]
+        merges = [tuple(bytes.fromhex(token).decode() for token in pair)
+                  for pair in self.case[f"{role}_merges"]]
+        unwritten = self.case["unwritten"] if role == "student" else [False] * len(raw)
+        written = {one.decode(): number for number, one in enumerate(raw)
+                   if one and not unwritten[number]}
+        return raw, written, toys.Tokenizer(*merges)
+
+    def ours(self, dtype=torch.float64, text_weight=0.0):
         """Return (value, gradient, count)."""
         case = self.case
         x = case["student_logits"].to(dtype, copy=True).requires_grad_()
@@ -212,19 +257,18 @@ class Translated:
         parameters = {"beta": case["beta"]} if case["divergence"] == "generalized_jsd" else {}
         value, count = translated(
             x, case["teacher_logits"].to(dtype), list_nodes(*ids, self.tables), self.tables,
-            divergence=getattr(losses, case["divergence"]), temperature=tau,
+            divergence=getattr(losses, case["divergence"]), temperature=case["temperature"],
             weight_BS=case["weight"], text_weight=text_weight, **parameters)
         return value.detach(), torch.autograd.grad(value, x)[0], count
 
-    def by_definition(self, tau, text_weight=0.0, **as_it_was):
+    def by_definition(self, text_weight=0.0):
         """Return the same from the oracle."""
         case = self.case
         x = case["student_logits"].clone().requires_grad_()
         weight = case["weight"]
-        definition = self.definition[: 4 if as_it_was else None]
-        terms = oracle.Translation(*definition, **as_it_was).terms(
-            x, case["teacher_logits"], *[case[name] for name in IDS], case["divergence"], tau,
-            case["beta"], text_weight)
+        terms = oracle.Translation(*self.definition).terms(
+            x, case["teacher_logits"], *[case[name] for name in IDS], case["divergence"],
+            case["temperature"], case["beta"], text_weight)
         weights = [1.0 if weight is None else weight[b, t] for b, t, _, _ in terms]
         value = sum(one * term for one, (_, _, _, term) in zip(weights, terms))
         count = sum(one * counts for one, (_, _, counts, _) in zip(weights, terms))
@@ -243,25 +287,18 @@ def equal(result, expected, precision=1e-8):
 
 
 def test_translated_divergences_of_a_brute_force():
-    """Its definition has other zeros, more cells and choices, and mixes otherwise.
-
-    See golden/README.md.
-
-    Where neither matters, its numbers are ours; elsewhere they tie the oracle, which has both.
-    """
-    as_it_was = dict(log_zero=math.log(2.0**-1022), soften_tokens=True, normalize_first=True,
-                     separate_cells=True)
-    num_equal = 0
-    for number, case in enumerate(golden("translation.pt")):
+    """The text's part, which it does not have, is that of the oracle; float32 is near."""
+    cases = golden("translation.pt")
+    for number, case in enumerate(cases):
         both = Translated(case)
-        expected = case["value"], case["gradient"]
-        assert equal(both.by_definition(1.0, **as_it_was)[:2], expected), number
-        num_equal += equal(both.ours(1.0)[:2], expected)
-        # a temperature softens what is compared
-        for tau in (1.0, (2.0, 0.7)[number % 2]):
-            text_weight = 0.0 if tau == 1 else 1.5
-            ours = both.ours(tau, text_weight=text_weight)
-            assert equal(ours, both.by_definition(tau, text_weight)), (number, tau)
-            single = both.ours(tau, torch.float32, text_weight)
-            assert equal([side.double() for side in single], ours, 1e-4), (number, tau)
-    assert num_equal == 1
+        ours = both.ours()
+        assert equal(ours, [case[name] for name in ("value", "gradient", "count")]), number
+        single = both.ours(torch.float32)
+        # what a row leaves for the end of a token is 1 - sum, which float32 rounds
+        assert equal([torch.as_tensor(side).double() for side in single], ours, 2e-3), number
+        if number % 4 == 0:
+            assert equal(ours, both.by_definition()), number
+            assert equal(both.ours(text_weight=1.5), both.by_definition(1.5)), number
+    kinds = {kind for case in cases for kind, value in case["values_by_kind"].items() if value}
+    assert len(cases) == 120
+    assert kinds == {"root", "choice", "choice longer", "inside", "rest"}

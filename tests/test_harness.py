@@ -63,6 +63,16 @@ def folder(tmp_path_factory):
         head = [f"task: {name}", "dataset_path: json", "test_split: test", "dataset_kwargs:",
                 f"  data_files: {{test: {folder / 'questions.jsonl'}}}"]
         (folder / f"{name}.yaml").write_text("\n".join(head + lines) + "\n")
+    choice = (folder / "own_choice.yaml").read_text()
+    # a question is no example of itself
+    (folder / "own_shots.yaml").write_text(
+        choice.replace("own_choice", "own_shots") + "fewshot_split: test\n")
+    by_code = choice.replace('"{{question}}\\nAnswer:"', "!function code.text")
+    assert by_code != choice
+    (folder / "included").write_text(by_code)
+    (folder / "own_function.yaml").write_text("include: included\ntask: own_function\n")
+    (folder / "code.py").write_text(
+        f"open({str(folder / 'ran')!r}, 'w')\ndef text(row):\n    return 'Q'\n")
     return folder
 
 
@@ -163,6 +173,35 @@ def test_named_tasks_are_the_harness_own_item_by_item(model, tmp_path):
 def test_what_does_not_fit_is_refused(folder, name, message):
     with pytest.raises(ValueError, match=message):
         load_harness_task(f"lm_eval:{name}", TaskOptions(data=str(folder)))
+
+
+@needs_lm_eval
+def test_functions_of_own_yaml_files_run_with_the_flag_alone(folder):
+    """Named there, or in a file that is included; those of the harness itself are its own."""
+    name = "lm_eval:own_function"
+    line = f"{name}: a YAML file in {folder} names !function code.text, Python code"
+    with pytest.raises(ValueError, match=line):
+        load_harness_task(name, TaskOptions(data=str(folder)))
+    assert not (folder / "ran").exists()
+    trusting = TaskOptions(data=str(folder), trust_remote_code=True)
+    task = load_harness_task(name, trusting).loaded["tasks"]["own_function"]
+    assert (folder / "ran").exists() and task.doc_to_text(QUESTIONS[0]) == "Q"
+
+
+@needs_lm_eval
+@pytest.mark.parametrize("name, most", [
+    ("lm_eval:own_shots", 2), ("gsm8k", 9), pytest.param("mmlu", 5, marks=pytest.mark.slow)])
+def test_more_worked_examples_than_there_are_is_refused_at_once(folder, tmp_path, name, most):
+    """The harness says so in the middle of an evaluation, by an assertion."""
+    data = folder if "own" in name else tmp_path
+    if name == "gsm8k":
+        copy_gsm8k(tmp_path, 2, examples=most)
+    elif name == "mmlu":
+        copy_mmlu(tmp_path, 1)
+    assert load_harness_task(name, TaskOptions(data=str(data), shots=most))
+    for shots in (most + 1, 1000):
+        with pytest.raises(ValueError, match=f"{name}: .* with {shots} worked examples, of which"):
+            load_harness_task(name, TaskOptions(data=str(data), shots=shots))
 
 
 @pytest.mark.skipif(HAS_LM_EVAL, reason="lm_eval is installed")

@@ -18,7 +18,7 @@ import pytest
 import ranks
 from conftest import ROOT
 from jobs import ds_config, losses_of, run_all, short_run, write_corpus
-from launched import PATIENCE, Job, run_with_trouble, wait_until
+from launched import PATIENCE, Job, our_command, run_with_trouble, wait_until
 
 
 @pytest.fixture(scope="module")
@@ -138,6 +138,52 @@ def test_a_port_that_is_taken_ends_with_one_line(small_run, tmp_path):
     assert "where the ranks meet: Address already in use" in ended.stderr
 
 
+# {variables: what the line says}
+WRONG_LAUNCHERS = {
+    "RANK=x": "RANK is 'x'; expected a number, 0 or more", "RANK=-1": "RANK is '-1'; expected",
+    "RANK=\u0663": "RANK is '\u0663'; expected", "WORLD_SIZE=0": "WORLD_SIZE is '0'; expected",
+    "LOCAL_RANK=1.5": "LOCAL_RANK is '1.5'", "LOCAL_SIZE=two": "LOCAL_SIZE is 'two'",
+    "MASTER_PORT=99999": "MASTER_PORT is '99999'; expected a number, 1 to 65535",
+    "RANK=2 WORLD_SIZE=2 MASTER_ADDR=a MASTER_PORT=5": "RANK is 2 where WORLD_SIZE is 2",
+    "WORLD_SIZE=2 RANK=0": "WORLD_SIZE is 2, and there is no MASTER_ADDR and no MASTER_PORT;",
+}
+
+
+def test_what_is_said_wrongly_of_a_rank_is_one_line_before_torch_is_imported(small_run, tmp_path):
+    """By the program and by a tool of several ranks, in processes of their own."""
+    inherited = {name: value for name, value in os.environ.items() if name in KEPT}
+    flags = small_run(tmp_path / "run")
+    cache = ["--teacher=a", "--data=b", "--output=c"]
+    programs = {"distill.py": ["distill.py", *flags],
+                "isogloss.cache": ["-m", "isogloss.cache", *cache]}
+    for variables, expected in WRONG_LAUNCHERS.items():
+        environment = inherited | dict(word.split("=") for word in variables.split())
+        for name, words in programs.items():
+            done = subprocess.run([sys.executable, *words], cwd=ROOT, env=environment,
+                                  capture_output=True, text=True)
+            assert done.returncode == 2 and done.stderr.count("\n") == 1, (variables, done.stderr)
+            assert done.stderr.startswith(f"{name}: the variable {expected}"), done.stderr
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_host_that_is_not_known_is_named(monkeypatch, rank):
+    from isogloss.job import rendezvous
+
+    for name, value in (("RANK", str(rank)), ("MASTER_PORT", "20000"), ("WORLD_SIZE", "2"),
+                        ("MASTER_ADDR", "no.such.host.invalid")):
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ValueError, match=r"MASTER_ADDR is 'no.such.host.invalid', no host that"):
+        rendezvous._own_store()
+    # a rank that nobody serves says so after a time
+    monkeypatch.setattr(rendezvous, "JOINING_TIMEOUT", timedelta(seconds=1))
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", str(ranks.free_port()))
+    with pytest.raises(ValueError, match="rank 1 has not met rank 0 at port"):
+        rendezvous._own_store()
+
+
 # --- strangers at the store -----------------------------------------------------------------------
 
 
@@ -238,6 +284,20 @@ def test_ranks_have_a_secret_in_common_that_lies_nowhere(tmp_path, environment):
     assert ours == others and len(ours) == 64 and not list(tmp_path.iterdir())
     again = ranks.run(2, secret_of, environment, tmp_path)
     assert (ours in again) == ("ISOGLOSS_TOKEN" in environment)
+
+
+def secret_of_each(environments, folder):
+    return secret_of(environments[int(os.environ["RANK"])], folder)
+
+
+@pytest.mark.parametrize("tokens", [("a" * 20, "b" * 20), ("a" * 20, ""), ("", "b" * 20),
+                                    ("a" * 20, "b")])
+@pytest.mark.parametrize("more", [{}, {"LOCAL_SIZE": "1"}])
+def test_ranks_with_unlike_tokens_end_with_a_line(tmp_path, tokens, more):
+    environments = [more | {"ISOGLOSS_TOKEN": token} for token in tokens]
+    for line in ranks.run(2, secret_of_each, environments, tmp_path):
+        assert line.startswith("the variable ISOGLOSS_TOKEN is another one for rank 1 than"), line
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_token_that_can_be_guessed_is_refused(tmp_path):
@@ -362,10 +422,10 @@ def test_no_thread_of_a_group_outlives_it():
 # --- signals through the real launcher ------------------------------------------------------------
 
 
-# name: (what sends the signal to which process, exit code of the `deepspeed` command).  Ranks get a
-# SIGTERM for that of the command below, and a SIGHUP in test_distributed.py.
+# name: (what sends the signal to which process, exit code of isogloss-distill; None: of `deepspeed`,
+# any).  Ranks get a SIGTERM for that of the command below, and a SIGHUP in test_distributed.py.
 SIGNALS = {
-    "SIGKILL to the launcher": (lambda job: os.kill(*job.launchers(), signal.SIGKILL), 0),
+    "SIGKILL to the launcher": (lambda job: os.kill(*job.launchers(), signal.SIGKILL), 137),
     "Ctrl-C": (lambda job: os.killpg(job.runner.pid, signal.SIGINT), None),
 }
 
@@ -378,7 +438,7 @@ def test_a_job_that_is_stopped_saves_first_and_the_curve_goes_on(small_run, tmp_
     port = ranks.free_port()
     last = 0
     for name, (send, code) in SIGNALS.items():
-        job = Job([*flags, "--steps=100000"], port)
+        job = Job([*flags, "--steps=100000"], port, our_command(tmp_path) if code else ())
         wait_until(lambda: has_trained(job, output, last))
         send(job)
         found, message = job.wait()
@@ -411,6 +471,41 @@ def test_a_signal_while_the_models_load_ends_the_job_at_once(small_run, tmp_path
 # Of the environment of the tests; the rest would hide what a user meets.
 KEPT = {"PATH", "HOME", "DS_ACCELERATOR", "HF_HUB_OFFLINE", "ISOGLOSS_CACHE", "WANDB_MODE",
         "TMPDIR", "LD_LIBRARY_PATH", "CUDA_HOME"}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_rank_that_is_killed_leaves_one_line_of_the_others_and_no_file(
+        small_run, tmp_path, victim):
+    """It serves the store, or does not; a process writes for both."""
+    writer = f"{sys.executable} {ROOT / 'tests' / 'stand_in_writer.py'}"
+    flags = small_run(tmp_path / "run", "--on_policy=0.5", "--rollout_tokens=4", "--steps=100000",
+                      "--prompt_tokens=4", f"--rollout_command={writer}")
+    (tmp_path / "tmp").mkdir()
+    environment = {name: value for name, value in os.environ.items() if name in KEPT}
+    environment |= {"TMPDIR": str(tmp_path / "tmp"), "WORLD_SIZE": "2", "LOCAL_SIZE": "2",
+                    "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(ranks.free_port())}
+    job = []
+    for rank in map(str, range(2)):
+        job.append(subprocess.Popen(
+            [sys.executable, ROOT / "distill.py", *flags], cwd=tmp_path, text=True,
+            env=environment | {"RANK": rank, "LOCAL_RANK": rank}, stderr=subprocess.PIPE))
+    log = tmp_path / "run" / "metrics.jsonl"
+    wait_until(lambda: log.exists() and len(log.read_text().splitlines()) > 1,
+               lambda: [process.poll() for process in job])
+    left = list((tmp_path / "tmp").glob("isogloss*"))
+    assert len(left) == 1
+    job[victim].kill()
+    survivor = job[1 - victim]
+    _, message = survivor.communicate(timeout=PATIENCE)
+    assert survivor.returncode == 1
+    lines = [line for line in message.splitlines() if " steps [" not in line]
+    assert lines[-1] == (
+        f"distill.py: rank {victim} (process {job[victim].pid}) ended in mid-step, so the job "
+        "ends; the same command goes on from its last checkpoint"), message
+    assert len(lines) == (1 if victim == 0 else 3), message  # rank 0 says what the run is
+    wait_until(lambda: not left[0].exists())
+    job[victim].communicate()
 
 
 # (launcher, ZeRO stage, gradient accumulation steps, flags); in each some rank has nothing to judge

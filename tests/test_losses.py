@@ -110,6 +110,26 @@ def test_what_a_model_excludes_costs_a_finite_amount(name, side):
         assert value.isfinite() and d.isfinite().all()
 
 
+@pytest.mark.parametrize("name", COEFFICIENTS)
+@pytest.mark.parametrize("support", ["teacher", "student"])
+@pytest.mark.parametrize("tail", [True, False])
+def test_tokens_without_mass_are_in_no_top_k(name, support, tail):
+    """Which of them would be is a matter of chance, of their order."""
+    generator = torch.Generator().manual_seed(0)
+    x, y = 2 * torch.randn(2, 1, 30, 12, generator=generator, dtype=torch.float64)
+    judge = y if support == "teacher" else x
+    judge[..., torch.randperm(12, generator=generator)[:9]] = -torch.inf
+    options = dict(top_k=6, support=support, tail=tail, reduction="none", **COEFFICIENTS[name])
+    divergence = getattr(losses, name)
+    expected, _ = divergence(x, y, None, **options)
+    of_kept, _ = divergence(x, y, None, **options | {"top_k": 3})
+    torch.testing.assert_close(of_kept, expected)
+    for _ in range(5):
+        order = torch.randperm(12, generator=generator)
+        value, _ = divergence(x[..., order], y[..., order], None, **options)
+        torch.testing.assert_close(value, expected)
+
+
 @of_every_loss
 @pytest.mark.parametrize("gap", [0.0, 10.0, 35.0, 60.0, 120.0])
 def test_float32_is_as_good_as_float64(name, gap):

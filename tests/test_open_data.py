@@ -2,6 +2,7 @@
 
 import bz2
 import csv
+import errno
 import gzip
 import http.server
 import json
@@ -152,6 +153,29 @@ def test_files_of_one_folder_may_differ_in_their_keys(tmp_path):
         assert [row["tools"] for row in dataset] == [None, [TOOL], None]
 
 
+@pytest.mark.parametrize("place", ["file", "file/sub", "/proc/none"])
+def test_a_cache_that_cannot_be_written_is_not_blamed_on_the_data(tmp_path, monkeypatch, place):
+    (tmp_path / "file").write_text("")
+    cache = str(tmp_path / place)
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", cache)
+    for source in (write_rows(tmp_path / "a.jsonl", [{"text": "a"}]), tmp_path / "a.parquet"):
+        pq.write_table(pa.table({"text": ["a"]}), tmp_path / "a.parquet")
+        check_refused(f"^HF_DATASETS_CACHE {cache}: cannot be written [^;]*{source}", source)
+
+
+def test_a_full_disk_is_not_blamed_on_the_data(tmp_path):
+    """As `datasets` says it that looks before it writes, and Arrow, whose error it wraps."""
+    source = write_rows(tmp_path / "a.jsonl", [{"text": "a"}])
+    wrapped = datasets.exceptions.DatasetGenerationError("An error occurred")
+    wrapped.__cause__ = OSError(errno.ENOSPC, "Error writing bytes to file")
+    for error in (wrapped, OSError("Not enough disk space. Needed: 9 GiB")):
+        with pytest.raises(DataError, match=r"^HF_DATASETS_CACHE "), explained(source):
+            raise error
+    of_data = OSError(errno.EIO, "Input/output error", source)
+    with pytest.raises(DataError, match=r"^--data "), explained(source):
+        raise of_data
+
+
 def test_a_changed_file_is_read_again(tmp_path):
     source = write_rows(tmp_path / "a.jsonl", [{"chat": PLAIN}])
     assert len(load_dataset(source, "chat")) == 1
@@ -237,7 +261,8 @@ def test_chats_whose_keys_differ_from_file_to_file_are_named(tmp_path):
 def test_a_late_row_of_another_type_is_named(tmp_path):
     rows = [{"text": "a", "to": "x"}] * (2 * ROWS_TO_PEEK) + [{"text": "a", "to": 3}]
     source = write_rows(tmp_path / "a.jsonl", rows)
-    message = rf"a\.jsonl: 'to' of line {len(rows)} holds a number, but rows before have the type s"
+    message = (rf"a\.jsonl: 'to' of row {len(rows) - 1} \(line {len(rows)}\) holds a number, but "
+               "rows before have the type s")
     for streaming in (False, True):
         with explained(source), pytest.raises(ValueError, match=message):
             list(load_dataset(source, "text", streaming=streaming, plain_keys=("to",)))

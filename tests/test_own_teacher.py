@@ -6,6 +6,7 @@ import pytest
 
 import jobs
 import ranks
+from isogloss.config import Config, configs_by_teacher
 
 
 def own_flags(models, texts, folder, stage=1, **more):
@@ -120,6 +121,25 @@ def test_means_go_on_bit_for_bit(models, texts, tmp_path):
     frozen = own_flags(models, texts, tmp_path, 2)
     jobs.run_all(2, argv_of(frozen))
     assert jobs.losses_of(tmp_path / "run")[-1]["kd"] > 1.1 * lines[-1]["kd"]
+
+
+def test_the_flag_is_of_those_teachers_of_a_list_that_are_the_student(models):
+    def means_of(entries, **flags):
+        cfg = Config(student=str(models[0]), data="x", teachers=json.dumps(entries), **flags)
+        cfg.check_run()
+        return {name: each.teacher_ema for name, each in configs_by_teacher(cfg).items()}
+
+    other = {"model": str(models[1]), "name": "other"}
+    live = {"model": "self", "name": "live", "ema": 0.0}
+    entries = [{"model": "self"}, {"model": str(models[0]), "name": "path"}, live, other]
+    expected = {"self": 0.9, "path": 0.9, "live": 0.0, "other": 1.0}
+    assert means_of(entries, teacher_ema=0.9) == expected
+    assert means_of([other, live]) == {"other": 1.0, "live": 0.0}
+    for wrong in ([other], [other, {"model": "self", "ema": 1.0}]):
+        with pytest.raises(ValueError, match="follows the student, and no teacher of --teachers"):
+            means_of(wrong, teacher_ema=0.9)
+    with pytest.raises(ValueError, match=f"ema 0.5: follows the student, and .* is {models[1]}"):
+        means_of([other | {"ema": 0.5}], teacher_ema=0.9)
 
 
 def test_what_a_teacher_cannot_follow_is_refused(models, texts, tmp_path):

@@ -6,6 +6,7 @@ import re
 import shutil
 import sys
 import warnings
+from pathlib import Path
 
 import pytest
 import torch
@@ -20,7 +21,7 @@ from isogloss import distill, inputs
 from isogloss.export import gathered
 from isogloss.inputs import check_flash_attention
 from isogloss.job.launch import silence_libraries, start_distributed
-from isogloss.models.pretrained import check_random, check_weights, load_model
+from isogloss.models.pretrained import check_random, check_weights, load_config, load_model
 from isogloss.projection_tools import generate
 from isogloss.projection_tools.tokenizers import load_tokenizer
 from isogloss.student.engine import load_student
@@ -196,6 +197,52 @@ def test_surplus_parts_and_missing_prefixes_are_no_error(models, tmp_path):
     check_weights("student", edit_tensors(
         models[0], tmp_path / "bare",
         lambda tensors: {name.removeprefix("model."): x for name, x in tensors.items()}))
+
+
+# --- files as others write them -------------------------------------------------------------------
+
+
+def test_precisions_of_a_config_in_the_names_of_other_tools(chat_models, tmp_path):
+    source = chat_models[0]
+    cases = {("torch_dtype", "auto"): None, ("dtype", "fp16"): torch.float16,
+             ("torch_dtype", "bf16"): torch.bfloat16, ("dtype", "torch.float32"): torch.float32,
+             ("dtype", "half"): torch.float16}
+    config = json.loads((Path(source) / "config.json").read_text())
+    config.pop("dtype", None)
+    shutil.copytree(source, tmp_path / "model")
+    path = tmp_path / "model" / "config.json"
+    for (key, name), expected in cases.items():
+        path.write_text(json.dumps(config | {key: name}))
+        _, its_config = inputs.load_text_encoder("student", str(tmp_path / "model"), 60)
+        assert its_config.dtype == expected, name
+        assert load_model("student", str(tmp_path / "model")).dtype == (expected or torch.float32)
+    # the text part of a model that reads more has one of its own
+    nested = {"model_type": "qwen3_5", "text_config": {"torch_dtype": "fp16"}}
+    path.write_text(json.dumps(nested))
+    assert load_config("teacher", str(path.parent)).text_config.dtype == torch.float16
+    for name in ("int4", "abs", "float7"):
+        path.write_text(json.dumps(config | {"dtype": name}))
+        line = rf"\(config.json says dtype '{name}', expected float32, bfloat16 or float16\)"
+        for read in (load_config, load_tokenizer):
+            with pytest.raises(ValueError, match=line):
+                read("student", str(path.parent))
+
+
+@pytest.mark.parametrize("name", ["model-00002-of-00002.safetensors", "pytorch_model.pt",
+                                  "pytorch_model-00001-of-00002.bin", "consolidated.00.pth"])
+def test_weights_under_other_names_are_no_reason_to_begin_from_scratch(models, tmp_path, name):
+    """As shards whose index was not fetched."""
+    folder = tmp_path / "model"
+    shutil.copytree(models[0], folder)
+    (folder / "model.safetensors").rename(folder / name)
+    for role in ("student", "teacher"):
+        line = f"--{role} {folder}: holds {name}, but no model.safetensors, nor a model.safetensors"
+        with pytest.raises(ValueError, match=re.escape(line)) as caught:
+            check_weights(role, str(folder))
+        assert "scratch" not in str(caught.value)
+    (folder / name).unlink()
+    with pytest.raises(ValueError, match="; --from_scratch starts from random weights"):
+        check_weights("student", str(folder))
 
 
 # --- attention ------------------------------------------------------------------------------------

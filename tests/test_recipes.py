@@ -23,7 +23,7 @@ LARGE = [path for path in LARGE if path.name != "architectures.yaml"]
 TINY = sorted((ROOT / "recipes" / "tiny").glob("*.yaml"))
 # The others are read alone here: jobs of these features run in other tests.  A pipeline comes last,
 # because DeepSpeed keeps its layout for all later engines of a process.
-RUN = ("adapter", "chats", "completions", "from_scratch", "mixture", "sharded", "teachers",
+RUN = ("adapter", "chats", "completions", "from_scratch", "mixture", "self", "sharded", "teachers",
        "pipeline")
 README = (ROOT / "recipes" / "README.md").read_text()
 
@@ -106,6 +106,8 @@ def test_tiny_recipes_run(tmp_path):
     for name in RUN:
         lines = [line for line in losses_of(tmp_path / "runs/tiny" / name) if "loss" in line]
         assert [line["step"] for line in lines] == [1, 2, 3, 4], name
+        cut = [line["cut_before_labels"] for line in lines]
+        assert max(cut) < 0.25, (name, cut)
         record = json.loads((tmp_path / "runs/tiny" / name / "run.json").read_text())
         assert record["config"]["config"] == f"recipes/tiny/{name}.yaml"
         assert record["config_text"] == (ROOT / "recipes/tiny" / f"{name}.yaml").read_text()

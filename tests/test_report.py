@@ -237,12 +237,14 @@ def test_a_report_that_fails_is_a_line(shown, monkeypatch, capsys):
     assert "python -m isogloss.report a writes it" in lines[1]
     # a teacher for which there is no memory
     fake = Path("python").absolute()
-    fake.write_text("#!/bin/sh\nif [ $5 ]; then echo '<body>rest</body>' > a/report.html\n"
+    fake.write_text("#!/bin/sh\nif [ $6 ]; then echo '<body>rest</body>' > a/report.html\n"
+                    "echo 'isogloss.report: no samples: half' >&2\n"
                     "else echo no memory >&2; exit 1; fi\n")
     fake.chmod(0o755)
     monkeypatch.setattr(media.sys, "executable", str(fake))
     media.show_report(shown.cfg, shown.log, shown.monitor)
-    assert "no text in colors (no memory)" in capsys.readouterr().err
+    error = capsys.readouterr().err
+    assert "no text in colors (no memory)" in error and "report: no samples: half\n" in error
     assert shown.board.added[1] == "rest" and len(shown.sent) == 1
     # without a monitor, and with one that can show no text, nothing is written
     shown.cfg.wandb_project = ""

@@ -1,32 +1,45 @@
 """benchmarks/rivals.py: each formula by hand, on the text "abc" that two toy tokenizers cut."""
 
+from functools import partial
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
+from tokenizers import Tokenizer, models, normalizers
+from transformers import PreTrainedTokenizerFast
 
 from benchmarks import rivals
-from cases import greedy
+from isogloss.align import TokenTable
 from isogloss.losses import find_chunks
-from tokens import table_of
 
 # the text is "ab" "c" for the student, "a" "b" "c" for the teacher
-TOKENS = [b"a", b"b", b"ab", b"ac", b"c", b"</s>"], [b"a", b"b", b"c", b"bc", b"</s>"]
+SPACE = "\u2581"
+TOKENS = ["a", "b", "ab", "ac", "c", SPACE, "</s>"], ["a", "b", "c", "bc", SPACE, "</s>"]
+COMMON = [0, 1, 4, 5, 6], [0, 1, 2, 4, 5]
 CUT = [2, 4], [0, 1, 2]
 CHUNK = [0, 1], [0, 0, 1]
+TWINS = ["<0x61>", "<0x62>", "<0x63>"]  # what a tokenizer falls back to, beside a, b and c
 
 
 def tokenizer_of(tokens):
-    """Return a tokenizer that always takes the longest token."""
-    vocab = [token.decode() for token in tokens[:-1]]
-    return lambda text, add_special_tokens: {"input_ids": greedy(text, vocab)}
+    """Return a tokenizer that writes a space before a text, as those with byte fallback do."""
+    merges = [tuple(token) for token in tokens if len(token) == 2]
+    model = models.BPE({token: i for i, token in enumerate(tokens)}, merges, byte_fallback=True)
+    backend = Tokenizer(model)
+    backend.normalizer = normalizers.Prepend(SPACE)
+    return PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="</s>")
+
+
+def pair_of(*tokens):
+    tokenizers = list(map(tokenizer_of, tokens))
+    return SimpleNamespace(tokenizers=tokenizers,
+                           tables=list(map(TokenTable.from_tokenizer, tokenizers)))
 
 
 @pytest.fixture
 def pair():
-    return SimpleNamespace(tables=[table_of(tokens, eos=len(tokens) - 1) for tokens in TOKENS],
-                           tokenizers=[tokenizer_of(tokens) for tokens in TOKENS])
+    return pair_of(*TOKENS)
 
 
 @pytest.fixture
@@ -34,6 +47,24 @@ def logits():
     generator = torch.Generator().manual_seed(0)
     return [torch.randn(len(ids), len(tokens), generator=generator, requires_grad=True)
             for ids, tokens in zip(CUT, TOKENS)]
+
+
+@pytest.mark.parametrize("loss", [rivals.Simct, partial(rivals.Simct, reverse=True), rivals.Csd,
+                                  rivals.Bpm])
+@pytest.mark.parametrize("side", [0, 1])
+@pytest.mark.parametrize("are_first", [True, False])
+def test_tokens_that_no_text_has_take_no_mass(pair, logits, loss, side, are_first):
+    """Byte tokens beside the letters change nothing where a model gives them nothing."""
+    expected = values(loss(pair), logits)
+    tokens, ids, models_logits = list(TOKENS), list(CUT), [one.detach() for one in logits]
+    nothing = torch.full((len(ids[side]), len(TWINS)), -1e9)
+    parts = [nothing, models_logits[side]] if are_first else [models_logits[side], nothing]
+    tokens[side] = [*TWINS, *TOKENS[side]] if are_first else [*TOKENS[side], *TWINS]
+    ids[side] = [token + len(TWINS) * are_first for token in ids[side]]
+    models_logits[side] = torch.cat(parts, 1)
+    chunks = find_chunks(*[torch.tensor([chunk]) for chunk in CHUNK])
+    value = loss(pair_of(*tokens))(*models_logits, *map(torch.tensor, ids), chunks)
+    torch.testing.assert_close(value, expected)
 
 
 def values(loss, logits):
@@ -52,10 +83,9 @@ def kl(q, p):
 
 def test_simct_compares_common_tokens_and_the_span(pair, logits):
     x, y = [one.detach() for one in logits]
-    common = [0, 1, 4, 5], [0, 1, 2, 4]
-    span = torch.cat([x[0, common[0]], x[0, 2:3]]).softmax(0), \
-        torch.cat([y[0, common[1]], (y[0, 0:1] + y[1, 1:2]) / 2]).softmax(0)
-    whole = x[1, common[0]].softmax(0), y[2, common[1]].softmax(0)
+    span = torch.cat([x[0, COMMON[0]], x[0, 2:3]]).softmax(0), \
+        torch.cat([y[0, COMMON[1]], (y[0, 0:1] + y[1, 1:2]) / 2]).softmax(0)
+    whole = x[1, COMMON[0]].softmax(0), y[2, COMMON[1]].softmax(0)
     for reverse in (False, True):
         found = values(rivals.Simct(pair, reverse), logits)
         for number, (p, q) in enumerate((span, whole)):
@@ -71,8 +101,7 @@ def test_csd_compares_chains_of_the_same_beginning(pair, logits):
 
     # "ab" and "ac" are written "a", "b" and "a", "c" by the teacher
     chain = kl(with_rest(q[0, 0] * q[1, [1, 2]]), with_rest(p[0, [2, 3]]))
-    common = [0, 1, 4, 5], [0, 1, 2, 4]
-    whole = kl(with_rest(q[2, common[1]]), with_rest(p[1, common[0]]))
+    whole = kl(with_rest(q[2, COMMON[1]]), with_rest(p[1, COMMON[0]]))
     found = values(rivals.Csd(pair), logits)
     assert sorted(found.tolist()) == pytest.approx(sorted([float(whole), float(chain)]), rel=1e-4)
 
@@ -81,9 +110,10 @@ def test_bpm_gives_longer_tokens_the_chain(pair, logits):
     p, q = [one.detach().softmax(-1) for one in logits]
     # "ab" takes from "a" what "b" follows with, which came; "bc" begins with "b"
     ab = q[0, 0] * q[1, 1]
-    first = torch.stack([q[0, 0] - ab, q[0, 1] + q[0, 3], ab, torch.tensor(0.0), q[0, 2], q[0, 4]])
+    first = torch.stack([q[0, 0] - ab, q[0, 1] + q[0, 3], ab, torch.tensor(0.0),
+                         *q[0, [2, 4, 5]]])
     second = torch.stack([q[2, 0], q[2, 1] + q[2, 3], torch.tensor(0.0), torch.tensor(0.0),
-                          q[2, 2], q[2, 4]])
+                          *q[2, [2, 4, 5]]])
     found = values(rivals.Bpm(pair), logits)
     for number, target in enumerate((first, second)):
         # tokens without a target are one event, which the teacher's rest, here 0, belongs to

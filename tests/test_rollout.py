@@ -72,10 +72,11 @@ def test_tokens_are_drawn_by_their_probability(temperature, top_p):
     assert (counts[p == 0] == 0).all()
     deviation = (counts - n * p).abs()
     assert (deviation <= 4.5 * (n * p * (1 - p)).sqrt()).all(), counts
-    # the log-probability is the model's own, without temperature and top_p
     logp = logits.log_softmax(0)
     for completion in found[:3]:
-        torch.testing.assert_close(completion.logp, logp[completion.ids])
+        assert (completion.temperature, completion.top_p) == (temperature, top_p)
+        torch.testing.assert_close(completion.logp, p.log()[completion.ids])
+        # that of the model's own distribution
         entropy = -(logp.exp() * logp).sum()
         torch.testing.assert_close(completion.entropy, entropy.expand(50))
 

@@ -444,16 +444,36 @@ def test_a_term_weighs_what_was_written_before_it(kind):
         assert largest == pytest.approx(math.exp(0.5), rel=1e-6)
 
 
+def test_a_checkpoint_says_at_what_temperature_its_log_probabilities_are(encoders):
+    """Without a word they are at temperature 1, and weigh nothing that was drawn at another."""
+    rollout = dataclasses.replace(rollout_of(encoders[0], TEXT, 5), temperature=0.7)
+    entry = json.loads(json.dumps(on_policy.WrittenExample(rollout, ...).to_plain(0)))
+    cfg = types.SimpleNamespace(rollout_temperature=0.7)
+    writer = on_policy.Writer(cfg, *[None] * 6)
+    writer.load_state([entry])
+    [written] = writer.written.values()
+    assert written.rollout.temperature == 0.7
+    del entry["rollout"]["temperature"]
+    with pytest.raises(ValueError, match=r"rollouts say log-probabilities at temperature 1\.0"):
+        writer.load_state([entry])
+    cfg.rollout_temperature = 1.0
+    writer.load_state([entry])
+
+
 # --- the writer's weights -------------------------------------------------------------------------
 
 
 def test_gaps_above_and_below_do_not_cancel(monkeypatch):
-    """What is no token of the student's has no log-probability to compare."""
-    monkeypatch.setattr(on_policy, "current_logp", lambda *_: torch.tensor([[-0.5, -2.5, 0.0]]))
+    """What is no token of the student's has no log-probability to compare.
+
+    Nor has one that rounding leaves out of today's nucleus.
+    """
+    now = torch.tensor([[-0.5, -2.5, 0.0, -math.inf]])
+    monkeypatch.setattr(on_policy, "current_logp", lambda *_: now)
     monkeypatch.setattr(on_policy, "global_sums", torch.as_tensor)
     monkeypatch.setattr(on_policy.dist, "all_reduce", lambda *_, **__: None)
-    student = types.SimpleNamespace(logp=torch.tensor([[-1.0, -2.0, math.nan]]))
-    writer = types.SimpleNamespace(runner=None, device=torch.device("cpu"))
+    student = types.SimpleNamespace(logp=torch.tensor([[-1.0, -2.0, math.nan, -3.0]]))
+    writer = types.SimpleNamespace(cfg=None, runner=None, device=torch.device("cpu"))
     metrics = on_policy.Writer.gap(writer, [types.SimpleNamespace(student=student)])
     assert metrics == {"rollout/logp_gap": 0.5, "rollout/logp_gap_max": 0.5}
 

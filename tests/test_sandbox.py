@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 import time
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -60,6 +61,25 @@ def host():
     shutil.rmtree(folder)
 
 
+def state_of_host():
+    """Return {path: (mode, owner, attributes, times)} of all of the host that is in a box.
+
+    Not when it was read, which others do, nor what Python keeps of its modules.
+    """
+    box = sandbox._box()
+    state = {}
+    for flag, path in pairwise(box):
+        if flag not in ("--ro-bind", "--dev-bind"):
+            continue
+        for file in (Path(path), *Path(path).rglob("*")):
+            if {"site-packages", "__pycache__"}.isdisjoint(file.parts):
+                of = file.stat()
+                attributes = {name: os.getxattr(file, name) for name in os.listxattr(file)}
+                state[str(file)] = (of.st_mode, of.st_uid, of.st_gid, of.st_nlink, of.st_rdev,
+                                    of.st_mtime_ns, of.st_ctime_ns, attributes)
+    return state
+
+
 def assert_nothing_escaped(results, host):
     secret, server, victim = host
     for name, (status, stdout) in results.items():
@@ -76,10 +96,14 @@ def assert_nothing_escaped(results, host):
 
 @needs_sandbox
 def test_hostile_programs_do_not_get_out(host, monkeypatch):
+    """As root, too: then the host's root owns what the box's user owns."""
     monkeypatch.setenv("SECRET", "the secret")
     secret, server, victim = host
+    before = state_of_host()
+    assert {"/dev/null", os.__file__} <= before.keys()
     results = hostile_programs.run_all(str(secret), server.getsockname()[1], victim.pid)
     assert_nothing_escaped(results, host)
+    assert state_of_host() == before
 
 
 @needs_sandbox

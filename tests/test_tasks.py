@@ -6,6 +6,7 @@ Ranks and batches are those of test_task_suite.py.
 import json
 import math
 import random
+import shutil
 import subprocess
 import sys
 
@@ -145,6 +146,7 @@ WRONG = {
     "--output=none/file.jsonl": "cannot be written (No such file",
     "--dtype=float8": "--dtype float8: expected one of auto, float32",
     "--model=none/at-all": "--model none/at-all: its tokenizer cannot be",
+    "--model={explodes}": "/explodes takes more than 1 GiB of memory; repair chat_template in",
     "--shot=5": "unknown flag --shot; did you mean --shots?",
 }
 # These need lm_eval.
@@ -165,8 +167,11 @@ def test_wrong_input_is_one_line(models, files, tmp_path, capsys):
     damaged = tmp_path / "damaged"
     write_copy(damaged, "openai/gsm8k", {"main": {"test": [{"question": "Why?"}]}})
     (damaged / "EleutherAI" / "lambada_openai").mkdir(parents=True)
+    explodes = shutil.copytree(models[0], tmp_path / "explodes")
+    (explodes / "chat_template.jinja").write_text("{{ 'a' * 10 ** 11 }}")
     for change, message in (WRONG | (WRONG_DATA if HAS_LM_EVAL else {})).items():
-        words = change.replace("{files}", str(files)).replace("{damaged}", str(damaged)).split()
+        words = change.replace("{files}", str(files)).replace("{damaged}", str(damaged))
+        words = words.replace("{explodes}", str(explodes)).split()
         argv = [f"--model={models[0]}", "--tasks=mmlu", *words]
         assert message in refusal(capsys, argv), change
 

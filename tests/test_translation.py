@@ -176,7 +176,9 @@ def test_the_text_teaches_what_is_left_open_where_no_cross_entropy_does(
 @pytest.mark.parametrize(("student", "teacher", "bias"), [
     (CROSSING, COARSE, 0.11), (COARSE, CROSSING, 0.11),
     # nested, but "ba" is joined unless "b" follows, which no row of the teacher tells in time
-    (COARSE, Tokenizer(), 0.18)])
+    (COARSE, Tokenizer(), 0.18),
+    # the worst of some hundred random pairs
+    (Tokenizer(("b", "a"), ("b", "ba"), ("b", "bba"), ("c", "c")), Tokenizer(), 0.8)])
 def test_the_bias_where_tokens_cross_is_known(student, teacher, bias):
     # dense toys: of three letters, with a merge that crosses one of the other side in most texts
     gradients = [Toy(student, teacher, order).gradient(losses.forward_kl)[0]

@@ -11,16 +11,18 @@ import re
 from dataclasses import fields
 from datetime import date
 
+import jinja2
 import numpy as np
 import pytest
 from transformers import AutoTokenizer
 
 from conftest import asset
 from isogloss.align import TokenTable
+from isogloss.align_dp import common_spans
 from isogloss.config import Config, template_kwargs
 from isogloss.data.chat import encode_chat, render
 from isogloss.data.sample import TextEncoder
-from isogloss.data.turns import Template, common_spans, doubts
+from isogloss.data.turns import Template, doubts
 from isogloss.inputs import first_date
 from isogloss.teachers.cache_files import FORMAT, Manifest
 
@@ -36,7 +38,7 @@ CHATML_PROMPT = "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %
 
 def words_of(rendering, number):
     """Return what the assistant says in a turn of a Rendering."""
-    turn = rendering.turns[number]
+    [turn] = [turn for turn in rendering.turns if turn.message == number]
     return rendering.data[turn.begin : turn.end].decode(errors="replace")
 
 
@@ -195,7 +197,7 @@ def encoder(tokenizers):
 def what_generates(chat, tokenizer, tools):
     """Return (S,) bool: tokens in the blocks, and a header behind them that ends the turn.
 
-    Where nothing is left of a message but its end, nothing is learned.
+    Where nothing is written of a call or a thought alone, nothing is learned.
     """
     coded = tokenizer.apply_chat_template(chat, tools=tools, return_dict=True,
                                           return_assistant_tokens_mask=True)
@@ -207,7 +209,13 @@ def what_generates(chat, tokenizer, tools):
     turns = [message for message in chat if message["role"] == "assistant"]
     blocks = np.flatnonzero(np.diff(mask, prepend=False, append=False)).reshape(-1, 2)
     for message, (begin, end) in zip(turns, blocks):
-        mask[begin:end] &= end - begin > 1 or message.keys() == {"role", "content"}
+        if not message["content"] and message != says():
+            emptied = [says() if other is message else other for other in chat]
+            try:
+                without = tokenizer.apply_chat_template(emptied, tools=tools, tokenize=False)
+            except jinja2.UndefinedError:  # its result names the call
+                continue
+            mask[begin:end] &= without != text
     headers = tokenizer.convert_tokens_to_ids(["<|user|>", "<|observation|>"])
     follows = np.isin(coded["input_ids"], headers) & np.append(False, mask[:-1])
     return mask | follows
@@ -338,8 +346,8 @@ def test_the_date_is_that_of_the_run_or_of_its_cache_or_today(tmp_path):
     flags = {"student": "s", "data": "d", "output_dir": str(run)}
     today = date.today().isoformat()
     assert first_date(Config(teacher="t", **flags)) in (today, date.today().isoformat())
-    manifest = dict.fromkeys(field.name for field in fields(Manifest))
-    manifest |= {"format": FORMAT, "date": "2026-03-01"}
+    manifest = {field.name: field.type() for field in fields(Manifest)}
+    manifest |= {"format": FORMAT, "date": "2026-03-01", "temperature": 1, "texts_per_shard": 1}
     (cache / "manifest.json").write_text(json.dumps(manifest))
     cached = flags | {"teacher_cache": str(cache)}
     assert first_date(Config(**cached)) == "2026-03-01"

@@ -32,10 +32,12 @@ pytestmark = [pytest.mark.slow, pytest.mark.skipif(
     not PYTHON, reason="needs vLLM: make test-vllm")]
 SHAPE = dict(hidden_size=128, intermediate_size=256, num_hidden_layers=2, num_attention_heads=4,
              num_key_value_heads=2, max_position_embeddings=120)  # heads of 32: vLLM has no smaller
-CASES = {  # ranks, ZeRO stage, the head is the embedding, flags
-    "tied": (1, 0, True, ["--rollout_every=2"]),
-    "untied, for two ranks, partitioned": (2, 3, False, []),
-    "an adapter": (1, 2, True, ["--lora_r=4"]),
+CASES = {  # ranks, ZeRO stage, the head is the embedding, flags, how old its texts are
+    "tied": (1, 0, True, ["--rollout_every=2", "--rollout_temperature=0.7"],
+             [0, 1, 1, 2, 0, 1]),
+    "untied, for two ranks, partitioned": (2, 3, False, [], [0, 1, 0, 1, 1, 1]),
+    "an adapter": (1, 2, True, ["--lora_r=4", "--rollout_top_p=0.9", "--staleness=0"],
+                   [0] * 6),
 }
 
 
@@ -121,8 +123,8 @@ def test_vllm_says_the_same_of_the_text_by_echo(tokenizers, tmp_path):
 
 @pytest.mark.parametrize("name", CASES)
 def test_vllm_writes_with_the_students_weights(name, tokenizers, models, texts, tmp_path):
-    """Those of today in steps 1, 3 and 5, those of one step before in the others."""
-    num_ranks, stage, is_tied, flags = CASES[name]
+    """Those of today, or of a step before; its log-probabilities are those of its draws."""
+    num_ranks, stage, is_tied, flags, expected_ages = CASES[name]
     write_student(tmp_path / "student", tokenizers[0], is_tied)
     config = ds_config(tmp_path / "ds.json", stage, 4 // num_ranks, 2)
     output = tmp_path / "run"
@@ -134,8 +136,7 @@ def test_vllm_writes_with_the_students_weights(name, tokenizers, models, texts, 
         "--rollout_eval=4", "--loss=reverse_kl", "--steps=6", f"--output_dir={output}",
         f"--rollout_command={PYTHON} -m isogloss.vllm_writer {words}", *flags])
     lines = [line for line in losses_of(output, 0) if "loss" in line]
-    ages = [line["rollout/staleness"] for line in lines]
-    assert ages == ([0, 1, 1, 2, 0, 1] if "--rollout_every=2" in flags else [0, 1, 0, 1, 1, 1])
+    assert [line["rollout/staleness"] for line in lines] == expected_ages
     for line in lines:
         if line["rollout/staleness"]:
             assert abs(line["rollout/ratio"] - 1) > 1e-4  # the weights move

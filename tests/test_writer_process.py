@@ -219,6 +219,9 @@ WRONG = [  # what an engine answers to one prompt of at most 3 tokens below 5, o
     (with_one(logp=[False, 0]), "log-probability 'false'"),
     (with_one(ended=False), "2 tokens with stop tokens at [1] and ended False"),
     (with_one(ids=[4, 1]), "2 tokens with stop tokens at [0] and ended True"),
+    (with_one(temperature=0.7), "at temperature '0.7'; expected those of the draws, whose "
+     "temperature is 1.0"), (with_one(top_p=0.9), "at top_p '0.9'; expected"),
+    (with_one(temperature=None), "at temperature 'null'; expected"),
     ('{"error": {"code": 7}}', """answered '{"error": {"code": 7}}'"""),
     ('{"error": "no memory"}', "no memory"),
     (" " * 300_000 + "{}", "expected one line of at most"),
@@ -254,6 +257,20 @@ def test_what_fits_no_prompt_is_refused_at_the_door(tmp_path):
         process.refresh()
     process.close()
     assert process.process.poll() == 0
+
+
+def test_log_probabilities_of_no_temperature_are_those_of_1(tmp_path):
+    """As older engines answer, whose numbers are not those of draws at another temperature."""
+    answers = tmp_path / "answers"
+    answers.write_text("".join(with_one(**fields) + "\n" for fields in (
+        {}, {"temperature": 0.7, "top_p": 0.9}, {"temperature": 0.7})))
+    process = engine(tmp_path, PLAYER, answers)
+    with pytest.raises(WriterError, match=r"at temperature '1.0'; .* temperature is 0.7, and"):
+        process.write([PROMPT], [4], 5, 0.7, 0.9)
+    process.write([PROMPT], [4], 5, 0.7, 0.9)
+    with pytest.raises(WriterError, match=r"at top_p '1.0'; expected .* top_p is 0.9, and"):
+        process.write([PROMPT], [4], 5, 0.7, 0.9)
+    process.close()
 
 
 MUTE = """\

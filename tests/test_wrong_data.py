@@ -81,7 +81,10 @@ FILES = {
     "latin1.json": ('[\n{"text": "café"}]'.encode("latin-1"), "latin1.json: line 2 "),
     "latin1.csv": (lines("text", "café").encode("latin-1"), "latin1.csv: line 2 "),
     "utf16.txt": (LINES.encode("utf-16"), "utf16.txt: is no text: it holds NUL bytes"),
-    "surrogate.jsonl": ('{"text": "a"}\n{"text": "\\ud800"}\n', "surrogate.jsonl"),
+    "surrogate.jsonl": ('{"text": "a"}\n{"text": "\\ud800"}\n',
+                        "surrogate.jsonl: 'text' of row 1 (line 2) holds half of a surrogate pair"),
+    "surrogate_chat.jsonl": (rows(CHAT).replace("a question", "\\ud800"),
+                             "'text' of row 0 (line 1) holds half of a surrogate pair"),
     "invalid.parquet": (parquet(invalid_strings()), "row 2 of 'text' is not UTF-8"),
     "invalid.arrow": (arrow(invalid_strings()), "cannot be read (UnicodeDecodeError: 'utf-8'"),
     # files of another kind than their names say
@@ -115,8 +118,6 @@ FILES = {
     "mixed.jsonl": (rows("a", "b", 3), "mixed"),
     "mixed_lists.jsonl": (rows("a", ["b"]), "mixed"),
     "bytes.parquet": (parquet(table(b"a", b"b")), "holds binary, expected text"),
-    "views.parquet": (parquet(pa.table({"text": pa.array(GOOD, pa.string_view())})),
-                      "holds string_view, expected text"),
     "twice.parquet": (parquet(pa.table([["a"], ["b"]], names=["text", "text"])),
                       "the column 'text' is there twice"),
     "no_rows.parquet": (parquet(pa.table({"text": pa.array([], pa.string())})),
@@ -151,8 +152,8 @@ FILES = {
 }
 # what is met before the first step of a stream too
 STREAMS = [
-    "latin1.txt", "latin1.csv", "surrogate.jsonl", "cut.parquet", "cut.arrow",
-    "invalid.arrow", "cut.jsonl.gz", "broken.jsonl", "one_string.jsonl", "cut.json",
+    "latin1.txt", "latin1.csv", "surrogate.jsonl", "surrogate_chat.jsonl", "cut.parquet",
+    "cut.arrow", "invalid.arrow", "cut.jsonl.gz", "broken.jsonl", "one_string.jsonl", "cut.json",
     "empty_list.json", "numbers.jsonl", "nulls.jsonl", "words_in_lists.jsonl", "mixed_lists.jsonl",
     "twice.parquet", "no_rows.parquet", "quotes.csv", "header.csv", "sharegpt.jsonl",
     "empty_chats.jsonl", "no_role.jsonl", "null_message.jsonl", "unknown_role.jsonl"]

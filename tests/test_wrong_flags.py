@@ -82,6 +82,11 @@ FLAGS = {
     "--skew_lambda=1": "compares the teacher with itself",
     "--dynamic_scale --ce_weight=0": "needs both losses, because",
     "--learn_projection --loss=gold": "only --loss projection_kl",
+    "--loss=projection_kl --chunk_average=logp --teacher_output=topk":
+        "--chunk_average logp: a mean of logarithms needs all of",
+    "--loss=uld --chunk_average=logp": "--chunk_average logp: no teacher of this run reads it",
+    "--loss=gold --chunk_average=log": "--chunk_average log: expected one of p, logp",
+    "--dump_losses={folder}/comma.json": "comma.json: nothing can be written to",
     "--kd_weight=0 --ce_weight=0": "nothing would be learned",
     "--loss=projection_kl --projection={folder}/comma.json": "comma.json",
     # layouts, lengths, models
@@ -102,6 +107,10 @@ FLAGS = {
     # what the student writes
     "--on_policy=1 --kd_weight=0": "--on_policy 1.0 with --kd_weight 0",
     "--on_policy=1 --rollout_top_p=0": "--rollout_top_p 0.0: expected more",
+    "--on_policy=1 --rollout_tokens=20 --rollout_top_p=0.9 --rollout_every=2":
+        "--rollout_top_p 0.9 with --rollout_every 2: no ratio makes up for",
+    "--on_policy=1 --rollout_tokens=20 --rollout_top_p=0.9 --rollout_command=true":
+        "--rollout_top_p 0.9 with --staleness 1: no ratio makes up for",
     "--on_policy=1 --rollout_tokens=120": "leaves no room for a prompt",
     "--on_policy=1 --rollout_tokens=20 --prompt_key=question":
         "--prompt_key question: no such column; it has text",

@@ -157,6 +157,7 @@ FROM_SCRATCH = ["no config", "heads that do not divide", "key-value heads that d
 # transformers turns the first into bfloat16 on a CPU; a teacher does not write
 ONLY_STUDENTS = {"fp8", "generation settings of another model", "no eos"}
 NOT_FINITE = "its logits are not finite (nan); its weights may be damaged"
+EXPLODES = "{{ 'a' * 10 ** 11 }}"  # of others, a template may do all that a template can
 # {command line that names no folder of MODELS: part of the line}
 OTHERS = {
     "--student={folder}/corpus20.jsonl": "no such directory",
@@ -164,6 +165,9 @@ OTHERS = {
     "--student=llama/lama-7b": "its config cannot be loaded",
     "--student={folder}/no_weights": "--from_scratch starts from random",
     "--student={folder}/template --data={folder}/chats.jsonl": "template",
+    "--student={folder}/explodes": "of {folder}/explodes takes more than 1 GiB of memory; repair",
+    "--student={folder}/speaks --teacher={folder}/explodes_too --data={folder}/chats.jsonl":
+        "the chat template of {folder}/explodes_too takes more than 1 GiB of memory; repair",
     "--student={folder}/images": "gemma3 models read more than text",
     "--teacher={folder}/mistral3":
         "mistral3: transformers has no causal language model of type mistral3",
@@ -258,6 +262,10 @@ def folder(models, tokenizers, tmp_path_factory):
             write(f"{role}{number}", model, edit)
     write("no_weights", models[0], removed("model.safetensors"))
     write("template", models[0], edited("tokenizer_config.json", chat_template="{% for x in %}"))
+    templates = {"explodes": EXPLODES, "speaks": "{% for m in messages %}{{ m }}{% endfor %}",
+                 "explodes_too": EXPLODES}
+    for (name, template), model in zip(templates.items(), (models[0], *models)):
+        write(name, model, edited("tokenizer_config.json", chat_template=template))
     write_kinds(tokenizers[1], folder)
     ds_config(folder / "zero3.json", 3, 4, 1)
     (folder / "nowhere").symlink_to(folder / "absent")

@@ -4,12 +4,13 @@ import io
 import os
 import pickle
 import stat
+import zipfile
 
 import pytest
 import torch
 
 from isogloss.projection_tools import build, cells, cut, show
-from isogloss.projection_tools.files import as_tables, cached, save_atomically
+from isogloss.projection_tools.files import as_tables, cached, load_tables, save_atomically
 from isogloss.projection_tools.tokenizers import Pair
 from pickled import Command
 from wrong_input import error_line
@@ -55,6 +56,8 @@ PROJECTIONS = {
     "ids below -1": (with_ids(lambda i: i - 7), "teacher ids down to -8"),
     "ids of float": (with_ids(lambda i: i.float()), "expected two (V, K), the first of int64"),
     "a list of ids": (with_ids(lambda i: i.tolist()), "its indices are a list; expected a tensor"),
+    "sparse weights": (with_weights(lambda w: w.to_sparse()), "without plain values (torch.sparse"),
+    "meta ids": (with_ids(lambda i: i.to("meta")), "without plain values"),
     "one axis": (with_ids(lambda i: i[:, 0]), "expected two (V, K)"),
     "no columns": (lambda t: t | {"indices": t["indices"][:, :0],
                                   "likelihoods": t["likelihoods"][:, :0]}, "expected two (V, K)"),
@@ -101,6 +104,18 @@ def test_a_file_that_is_no_projection_is_refused(case, suffix, models, tmp_path,
     assert not (tmp_path / "out.pt").exists()
 
 
+def test_a_bomb_is_no_projection(good, tmp_path):
+    torch.save(good | {"likelihoods": torch.zeros(2**25)}, tmp_path / "large.pt")
+    bomb = tmp_path / "bomb.pt"
+    with (zipfile.ZipFile(tmp_path / "large.pt") as large,
+          zipfile.ZipFile(bomb, "w", zipfile.ZIP_DEFLATED) as file):
+        for name in large.namelist():
+            file.writestr(name, large.read(name))
+    assert bomb.stat().st_size < 2**20 and load_tables(tmp_path / "large.pt")
+    with pytest.raises(ValueError, match="not a readable file of tables"):
+        load_tables(bomb)
+
+
 # --- caches ---------------------------------------------------------------------------------------
 
 
@@ -129,6 +144,26 @@ def as_bytes(tables):
     file = io.BytesIO()
     torch.save(tables, file)
     return file.getvalue()
+
+
+def test_a_bit_that_flips_in_a_cache_is_noticed(pair, tmp_path):
+    """Or changes no value, as one of the padding between tensors."""
+    expected = as_bytes(cells.cached_translation(pair, directory=tmp_path))
+    [path] = tmp_path.glob("*.pt")
+    good_file = path.read_bytes()
+    built = []
+
+    def build():
+        built.append(None)
+        return cells.build_translation(pair)
+
+    places = range(0, len(good_file), len(good_file) // 40)
+    for number, place in enumerate(places):
+        damaged = bytearray(good_file)
+        damaged[place] ^= 1 << number % 8
+        path.write_bytes(damaged)
+        assert as_bytes(cached(path.name, build, tmp_path)) == expected
+    assert len(built) > len(places) // 2
 
 
 @pytest.mark.parametrize("case", CACHES)

@@ -30,10 +30,18 @@ import torch
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 
-from isogloss.checkpoints.convert import check_convertible, load_converted, place_step_counters
+from isogloss.checkpoints.convert import (
+    MODEL_STATES,
+    MODEL_STATES_3,
+    check_convertible,
+    load_converted,
+    place_step_counters,
+)
 from isogloss.checkpoints.unpickle import known_classes_only
 from isogloss.config import Config
+from isogloss.errors import CannotSave
 from isogloss.flags.model_names import without_secrets
+from isogloss.flags.parse import line_about
 from isogloss.job.files import (
     files_in,
     replace_folder,
@@ -55,10 +63,6 @@ TORCH_WRITER = "inline_container", "iostream", "Parent directory"
 
 def checkpoint_name(step):
     return f"step_{step:07d}"
-
-
-class CannotSave(Exception):
-    """Report a checkpoint that cannot be written; those before it stay."""
 
 
 @contextmanager
@@ -250,7 +254,7 @@ def _newest_whole(checkpoints):
         if not damage:
             return checkpoint
         if not dist.is_initialized() or dist.get_rank() == 0:
-            print(f"distill.py: {damage}; it is left out", file=sys.stderr, flush=True)
+            print(line_about(f"{damage}; it is left out"), file=sys.stderr, flush=True)
     raise ValueError(
         f"--resume=auto: {damage}, and no other checkpoint there is whole; restore the file, or "
         "move the checkpoints away to start anew")
@@ -365,10 +369,11 @@ def load_checkpoint(engine, checkpoint, convert=False):
     Returns:
         (step, state), as they were saved.
     Raises:
-        ValueError: a file holds more than a checkpoint does.
+        ValueError: a file holds more than a checkpoint does; or it is of another student.
     """
     position = position_of(checkpoint)
     with known_classes_only(checkpoint):
+        _check_names(engine, checkpoint)
         if convert:
             stages = position["layout"]["zero_stage"], engine.zero_optimization_stage()
             load_converted(engine, checkpoint, scratch_of(checkpoint), stages)
@@ -380,6 +385,27 @@ def load_checkpoint(engine, checkpoint, convert=False):
             set_random_state(torch.load(random_path, weights_only=True))
     place_step_counters(engine.optimizer)
     return position["step"], position.get("state", {})
+
+
+def _check_names(engine, checkpoint):
+    """Raise a ValueError where a checkpoint has no weight that is trained here.
+
+    Earlier versions dropped, under ZeRO-3, the head of a student whose config said it was tied.
+    """
+    if any(checkpoint.glob("stage_*")):  # each file is of one stage of a pipeline
+        return
+    paths = [checkpoint / name for name in (MODEL_STATES, MODEL_STATES_3)]
+    for path in filter(Path.exists, paths):
+        states = torch.load(path, map_location="cpu", weights_only=False, mmap=True)
+        groups = states.get("param_shapes") or [states["module"]]  # of an optimizer; of stage 0
+        saved = set().union(*groups)
+        for name, parameter in engine.module.named_parameters():
+            if parameter.requires_grad and name not in saved:
+                raise ValueError(
+                    f"--resume: {checkpoint} has no weight {name}, which this student trains; its "
+                    "files have changed, or an earlier version dropped it (ZeRO-3 with "
+                    "tie_word_embeddings); begin anew with another --output_dir, or export that "
+                    "checkpoint with python -m isogloss.export")
 
 
 # --- random state ---------------------------------------------------------------------------------

@@ -12,15 +12,20 @@ from dataclasses import fields
 from functools import lru_cache
 from pathlib import Path
 
-from huggingface_hub import EvalResult, ModelCard, ModelCardData, hf_hub_download
+import yaml
+from huggingface_hub import EvalResult, ModelCardData, hf_hub_download
 
 from isogloss.config import Config, configs_by_teacher
-from isogloss.curves import DEFAULT, available, panels_of, picture, read_run
+from isogloss.curves import DEFAULT, available, is_number, panels_of, picture, read_run
 from isogloss.data.mixture import sources_of
 from isogloss.flags.model_names import without_secrets
+from isogloss.flags.parse import one_line
 
 HUB_ID = re.compile(r"[\w.-]+/[\w.-]+\Z")
 PICTURE = "curves.png"
+OF_BASE = "license", "license_name", "license_link", "language"  # keys that a student inherits
+MOST_CARD = 2**16  # characters of a card that are read; PyYAML takes up to three seconds for them
+MOST_WORDS = 200  # of a list, and characters of each
 # Rows of the table of results, as far as the run measured them.
 MEASURED = {
     "eval/student_bits_per_byte": "bits per byte, student",
@@ -71,14 +76,19 @@ def read_record(folder, step=None):
     before = [path for path in later if step is None or path.name < f"run_{step:07d}.json"]
     path = [first, *before][-1]
     try:
+        if not path.is_file():  # a device may have no end
+            raise OSError("no file")
         record = json.loads(path.read_text(encoding="utf-8"))
         values = record["config"]
+        if not (isinstance(record.get("versions", {}), dict)
+                and isinstance(record.get("commit") or "", str)):
+            raise ValueError("its versions or its commit are none")
         known = {field.name for field in fields(Config)}
         # an older version may have had other flags
         return record, Config(**{key: values[key] for key in values if key in known})
     except OSError:
         raise ValueError(f"{path}: cannot be read; name the --output_dir of a run") from None
-    except (ValueError, KeyError, TypeError, RecursionError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError(f"{path}: is no record of a run ({error})") from None
 
 
@@ -127,14 +137,12 @@ def front_matter(cfg, lines=()):
         results.append(EvalResult(
             task_type="text-generation", dataset_name=name, dataset_type=(sources or [name])[0],
             metric_type=key.rpartition("/")[2], metric_value=round(values[-1], 6)))
-    more = {}
+    more = dict.fromkeys(OF_BASE) | base
     if models:
         more["base_model_relation"] = "adapter" if is_adapter else "finetune"
     card = ModelCardData(
         library_name="peft" if is_adapter else "transformers", pipeline_tag="text-generation",
-        base_model=models or None, datasets=sources or None, license=base.get("license"),
-        license_name=base.get("license_name"), license_link=base.get("license_link"),
-        language=base.get("language"), eval_results=results or None,
+        base_model=models or None, datasets=sources or None, eval_results=results or None,
         model_name=title(cfg) if results else None,
         tags=["isogloss", "knowledge-distillation"], **more)
     return f"---\n{card}\n---"
@@ -142,16 +150,38 @@ def front_matter(cfg, lines=()):
 
 @lru_cache
 def card_of(name):
-    """Return the metadata of a model's own card, {} where there is none, or none can be had."""
+    """Return what a model's own card says of `OF_BASE`; {}: nothing, or no card can be had.
+
+    It is read as anyone may have written it, and as far as MOST_CARD.
+    """
     try:
         path = Path(name) / "README.md"
         if not path.is_file():
             if not hub_ids([name]):
                 return {}
             path = hf_hub_download(name, "README.md", etag_timeout=5)
-        return ModelCard.load(path).data.to_dict()
+        with open(path, encoding="utf-8") as file:
+            front = re.match(r"\s*---\n(.*?)\n---", file.read(MOST_CARD), re.DOTALL)
+        card = yaml.load(front[1], WithoutAliases)
+        return {key: words for key in OF_BASE if (words := words_of(card.get(key)))}
     except Exception:  # a card is a help, and what hinders it is of many kinds
         return {}
+
+
+def words_of(value):
+    """Return a text of a card, or a list of them, of which each is one short line; else None."""
+    if isinstance(value, list):
+        return [word for word in map(words_of, value[:MOST_WORDS]) if isinstance(word, str)]
+    return one_line(value)[:MOST_WORDS] if isinstance(value, str) else None
+
+
+class WithoutAliases(yaml.SafeLoader):
+    """Refuse aliases: a few lines of them stand for more than any memory holds."""
+
+    def compose_node(self, parent, index):
+        if self.check_event(yaml.events.AliasEvent):
+            raise yaml.composer.ComposerError(problem="an alias")
+        return super().compose_node(parent, index)
 
 
 def license_rules(cfg):
@@ -253,7 +283,7 @@ def results_of(lines):
                     names.setdefault(key, f"{text} ({key[len('eval/') : -len(own)]})")
     entries = []
     for key, text in names.items():
-        values = [line[key] for line in lines if line.get(key) is not None]
+        values = [line[key] for line in lines if is_number(line.get(key))]
         if values:
             entries.append((text, key, values))
     return entries

@@ -29,6 +29,7 @@ from isogloss.data.sample import (
     pair_texts,
 )
 from isogloss.data.turns import SkippedChat
+from isogloss.flags.terminal import one_line
 from isogloss.job.columns import Columns
 from isogloss.job.counts import Counts, PairCounts
 from isogloss.job.sequence_group import SequenceShard, document_spans, sequence_shard
@@ -181,7 +182,7 @@ class Collator:
         Args:
             student_ids: of each what the student's encoder makes of it; None: not known.
         """
-        takes_part = list(map(self._teachers_of, examples))
+        takes_part = list(map(self.teachers_of, examples))
         # The student's tokenizer runs once, however many teachers there are.
         student_ids = self._encode_plain(self.student, examples, student_ids)
         teacher_ids = []
@@ -211,7 +212,7 @@ class Collator:
             samples.append(sample)
         return samples
 
-    def _teachers_of(self, example):
+    def teachers_of(self, example):
         """Return for each teacher whether it takes part in an example."""
         if example.route is ...:
             return [True] * len(self.pairs)
@@ -285,8 +286,8 @@ class Collator:
                 continue
             encoders = self.student, pair.encoder
             # numbered as in the student's chat; what stands in front is no turn of it
-            of_teacher.turns = {number - num_more: turn for number, turn in of_teacher.turns.items()
-                                if number >= num_more}
+            of_teacher.turns = [turn._replace(message=turn.message - num_more)
+                                for turn in of_teacher.turns if turn.message >= num_more]
             context = max(example.context, bool(example.teacher_prompt))
             teacher = encode_chat(messages, of_teacher, pair.encoder, context=context)
             alignment = pair_chats((rendering, of_teacher), encoders, self.aligner, self.train_on)
@@ -313,7 +314,7 @@ class Collator:
             return render(example.content, encoder, example.tools)
         except SkippedChat as error:
             # The log counts every such chat; a warning of the same text is shown once.
-            warnings.warn(f"{error}; such chats are left out", stacklevel=2)
+            warnings.warn(one_line(f"{error}; such chats are left out"), stacklevel=2)
             return None
 
     # --- samples -> tensors
@@ -445,16 +446,20 @@ class Collator:
             for sub_tile in tile.sub_tiles:
                 terms = sub_tile.terms
                 if isinstance(terms, Nodes):
-                    num_terms = len(terms.row_A)
+                    positions = terms.row_A
                     counts.roots += len(terms.roots.row_S)
                     # tokens that the student begins otherwise in this text than in the tables
                     cell_N = pair.spelling.cell_V[terms.roots.next_S]
                     is_other_N = cell_N != pair.spelling.cell_W[terms.roots.next_T]
                     counts.misplaced_roots += int(is_other_N.sum())
                 else:
-                    num_terms = len(terms.first_S)
+                    positions = terms.first_S
+                num_terms = len(positions)
                 counts.kd_terms += num_terms
                 counts.rollout_terms += num_terms * sub_tile.on_policy
+                weights = sub_tile.weight
+                counts.weighing_terms += (
+                    num_terms if weights is None else int((weights[positions] > 0).sum()))
         if logp is not None:
             counts.rollout_nats = -float(logp[is_aligned & ~logp.isnan()].double().sum())
         if self.sequence_rank:  # the first rank of the sequence group counts whole texts
@@ -555,6 +560,7 @@ def count_samples(counts, samples):
     for sample in samples:
         counts.samples += sample.has_labels
         counts.cut_samples += sample.has_labels and not (sample.student.labels >= 0).any()
+        counts.overlapping_turns += sample.num_overlaps
 
 
 def count_reading(counts, samples, number, labels, sample_of_position, counts_bytes):

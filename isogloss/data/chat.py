@@ -4,6 +4,7 @@ Two templates write different headers around the same messages, so renderings ar
 turn: what the assistant says in both, and the end of its turn by its role.
 """
 
+import itertools
 import re
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -11,11 +12,17 @@ from typing import NamedTuple
 import numpy as np
 
 from isogloss.align import Located, Region, align_regions, character_starts, locate
-from isogloss.align_dp import align_dp
+from isogloss.align_dp import align_dp, common_spans
 from isogloss.data.ends import turn_ends
 from isogloss.data.long_texts import MOST_CHARACTERS, fits
 from isogloss.data.sample import EncodedText, bytes_of_tokens
-from isogloss.data.turns import SkippedChat, Template, common_spans, stretches, thought_of
+from isogloss.data.turns import (
+    SkippedChat,
+    Stretch,
+    Template,
+    stretches,
+    thought_of,
+)
 
 BLANK = "\ue000\ue002"  # for a content, of Unicode's private use area, so it is in no chat
 GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")  # where a template marks the assistant's
@@ -24,10 +31,12 @@ GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")  # where a template marks
 class Turn(NamedTuple):
     """Hold what the assistant says in a rendering.
 
+    message: number of the message.
     begin, end: its bytes, behind the header of the turn and in front of the token that ends it.
     stop: that token; None: the template writes none.
     """
 
+    message: int
     begin: int
     end: int
     stop: int | None
@@ -41,13 +50,15 @@ class Rendering:
         ids: (S,) int64.
         located: where in the rendering the tokens stand.
         data: bytes of the rendering.
-        turns: {number of a message: Turn} of the assistant.
+        turns: list of the assistant's Turns, in its order; a message may have several.
+        num_overlaps: turns that are left out because they overlap with one before.
     """
 
     ids: np.ndarray
     located: Located
     data: bytes
-    turns: dict
+    turns: list
+    num_overlaps: int = 0
 
 
 def chat_text(messages, template):
@@ -116,21 +127,37 @@ def render(messages, encoder, tools=None):
         byte_of = character_starts(text)  # characters are found; tokens are located as bytes
         ends = [np.searchsorted(byte_of, places[stops]).tolist()
                 for places in (located.begin, located.end)]
-        ends = list(zip(*ends))
-        marked = stretches(messages, text, template.try_write, encoder.header, ends)
-        marked = {number: tuple(int(byte_of[place]) for place in stretch)
-                  for number, stretch in marked.items()}
-    rendering = Rendering(ids, located, data, {})
+        marked = [Stretch(stretch.message, *[int(byte_of[place]) for place in stretch[1:]])
+                  for stretch in stretches(messages, text, template.try_write, encoder.header,
+                                           list(zip(*ends)))]
+    rendering = Rendering(ids, located, data, [])
     is_control = encoder.table.special[ids] & (located.begin >= 0)
     control_begin = located.begin[is_control]
-    for number, stretch in marked.items():
+    behind = 0  # the turns so far
+    for stretch in marked:
         turn = _turn(stretch, data, stops, stop_begin, control_begin)
-        message = messages[number]
-        is_left_out = turn.begin == turn.end and not message["content"]
-        if is_left_out and (message.get("tool_calls") or thought_of(message)):
+        if _is_left_out(turn, messages, rendering, template):
             continue  # else it would teach to say nothing
-        rendering.turns[number] = turn
+        if turn.begin < behind:
+            rendering.num_overlaps += 1
+            continue
+        rendering.turns.append(turn)
+        behind = _behind(turn, rendering)
     return rendering
+
+
+def _is_left_out(turn, messages, rendering, template):
+    """Tell whether a template writes nothing of what a message without a content holds."""
+    message = messages[turn.message]
+    names = [call["function"]["name"] for call in message.get("tool_calls") or []]
+    words = [word.encode(errors="replace") for word in (*names, thought_of(message)) if word]
+    said = rendering.data[turn.begin : turn.end]
+    if message["content"] or not words or any(word in said for word in words):
+        return False
+    chat = list(messages)
+    chat[turn.message] = {"role": message["role"], "content": ""}
+    text = template.try_write(chat, False)
+    return text is not None and text.encode(errors="replace") == rendering.data
 
 
 def _turn(stretch, data, stops, stop_begin, control_begin):
@@ -139,13 +166,13 @@ def _turn(stretch, data, stops, stop_begin, control_begin):
     Args:
         stops: tokens that end turns; stop_begin: their bytes; control_begin: of control tokens.
     """
-    begin, low, high = stretch
+    message, begin, low, high = stretch
     place = np.searchsorted(stop_begin, low)
     if place < len(stops) and stop_begin[place] <= high:
-        return Turn(begin, int(stop_begin[place]), int(stops[place]))
+        return Turn(message, begin, int(stop_begin[place]), int(stops[place]))
     # the next control token is of another turn, and a line end in front of it none of its words
     high = min([high, *control_begin[control_begin >= low][:1].tolist()])
-    return Turn(begin, begin + len(data[begin:high].rstrip()), None)
+    return Turn(message, begin, begin + len(data[begin:high].rstrip()), None)
 
 
 class Frame(NamedTuple):
@@ -163,7 +190,7 @@ class Frame(NamedTuple):
 
 
 def _framed_turns(messages, encoder, data, stop_begin):
-    """Return {message: (begin, low, high)} by the Frame of a chat's roles; see `_marked_turns`.
+    """List the Stretches, in bytes, by the Frame of a chat's roles; see `_marked_turns`.
 
     To render the parts of every chat, as `stretches` does, takes longer than to tokenize it.
     None: the template writes something else around these contents.
@@ -178,7 +205,7 @@ def _framed_turns(messages, encoder, data, stop_begin):
     if frame is None or frame.num_stops != len(stop_begin):
         return None
     place = 0
-    turns = {}
+    turns = []
     for number, (part, message) in enumerate(zip(frame.parts, messages)):
         begin = place + len(part)
         content = message["content"]
@@ -194,7 +221,7 @@ def _framed_turns(messages, encoder, data, stop_begin):
             low = place + behind
             if has_stop and low not in stop_begin:
                 return None
-            turns[number] = begin - before, low, low + has_stop
+            turns.append(Stretch(number, begin - before, low, low + has_stop))
     return turns if data[place:] == frame.parts[-1] else None
 
 
@@ -214,12 +241,15 @@ def _frame(roles, encoder):
     parts = rendering.data.split(blank)
     if len(parts) != len(roles) + 1:
         return None
+    of_message = {turn.message: turn for turn in rendering.turns}
+    if len(of_message) != len(rendering.turns):
+        return None
     turns = {}
     place = 0
     for number, (part, role) in enumerate(zip(parts, roles)):
         place += len(part)
         if role == "assistant":
-            turn = rendering.turns.get(number)
+            turn = of_message.get(number)
             if turn is None:
                 return None
             before, behind = place - turn.begin, turn.end - place - len(blank)
@@ -232,10 +262,10 @@ def _frame(roles, encoder):
 
 
 def _marked_turns(messages, encoder, template, ids, located, data):
-    """Return {message: (begin, low, high)} as a template marks what its assistant says.
+    """List the Stretches, in bytes, as a template marks what its assistant says.
 
     Some mark the header and what follows the end, too, which the assistant does not write.
-    None: it does not ({% generation %}), or not for every turn.  See `turns.Stretch`; in bytes.
+    None: it does not ({% generation %}), or not for every turn.
     """
     source = encoder.tokenizer.chat_template
     if not isinstance(source, str) or not GENERATION.search(source):
@@ -250,7 +280,7 @@ def _marked_turns(messages, encoder, template, ids, located, data):
         return None
     is_end = np.isin(ids, turn_ends(encoder))
     header = encoder.header.text.encode() if encoder.header.is_prompt else b""
-    turns = {}
+    turns = []
     for number, (first, last) in zip(numbers, borders):
         begin, low = int(located.begin[first]), int(located.end[last - 1])
         while low < len(data) and data[low] & 0xC0 == 0x80:
@@ -260,7 +290,7 @@ def _marked_turns(messages, encoder, template, ids, located, data):
             low = int(located.begin[first + ends[-1]])
         if header and data.startswith(header, begin):
             begin += len(header)
-        turns[number] = begin, low, low
+        turns.append(Stretch(number, begin, low, low))
     return turns
 
 
@@ -287,18 +317,20 @@ def encode_chat(messages, rendering, encoder, train_on=None, context=0):
     num_bytes[encoder.table.special[rendering.ids]] = -1
     behind = _tokens_behind(context, rendering)
     if train_on is None:
-        return EncodedText(rendering.ids, rendering.located, np.where(behind, num_bytes, -1))
+        return EncodedText(rendering.ids, rendering.located, np.where(behind, num_bytes, -1),
+                           num_overlaps=rendering.num_overlaps)
     learned = behind if train_on == "all" else _assistant_tokens(messages, rendering, context)
     num_bytes = np.where(learned, num_bytes, -1)
-    return EncodedText(rendering.ids, rendering.located, num_bytes, learned)
+    return EncodedText(rendering.ids, rendering.located, num_bytes, learned,
+                       num_overlaps=rendering.num_overlaps)
 
 
 def _assistant_tokens(messages, rendering, context):
     """Return (S,) bool: tokens of what the assistant says and of the ends of its turns."""
     learned = np.zeros(len(rendering.ids), bool)
     located = rendering.located
-    for number, turn in rendering.turns.items():
-        if number < context or not is_learned(messages[number]):
+    for turn in rendering.turns:
+        if turn.message < context or not is_learned(messages[turn.message]):
             continue
         # every token that touches it, so that none of its bytes is left out
         learned |= (located.begin < turn.end) & (located.end > turn.begin) & (located.begin >= 0)
@@ -311,7 +343,7 @@ def _tokens_behind(context, rendering):
     """Return (S,) bool: tokens from the first turn on that is no context."""
     if not context:
         return np.ones(len(rendering.ids), bool)
-    begins = [turn.begin for number, turn in rendering.turns.items() if number >= context]
+    begins = [turn.begin for turn in rendering.turns if turn.message >= context]
     return np.cumsum(rendering.located.end > min(begins, default=np.inf)) > 0
 
 
@@ -335,7 +367,7 @@ def pair_chats(renderings, encoders, aligner="bytes", train_on="assistant"):
     regions = common_regions(student, teacher, train_on)
     alignment = align_regions(student.ids, teacher.ids, student.located, teacher.located, regions,
                               *tables)
-    size = sum(turn.end - turn.begin for turn in student.turns.values())
+    size = sum(turn.end - turn.begin for turn in student.turns)
     if train_on == "all":
         size = len(student.data)
     # What only one side writes counts too, so that fractions are of all that is learned.
@@ -347,13 +379,13 @@ def common_regions(student, teacher, train_on="assistant"):
     """List for `align_regions` what both Renderings spell alike, in the order of both."""
     regions = []
     places = 0, 0  # bytes behind the turns so far
-    for number in sorted(student.turns.keys() & teacher.turns.keys()):
-        turns = student.turns[number], teacher.turns[number]
+    for turns in _turn_pairs(student, teacher):
         if turns[0].begin < places[0] or turns[1].begin < places[1]:
             continue  # a template has moved it
+        begins = [turn.begin for turn in turns]
         if train_on == "all":
-            regions += _regions(student, teacher, places, [turn.begin for turn in turns])
-        spoken = _regions(student, teacher, *zip(*[turn[:2] for turn in turns]))
+            regions += _regions(student, teacher, places, begins)
+        spoken = _regions(student, teacher, begins, [turn.end for turn in turns])
         if None not in (turns[0].stop, turns[1].stop):
             last = spoken.pop() if spoken else Region(turns[0].end, turns[1].end, 0)
             spoken.append(last._replace(end_pair=(turns[0].stop, turns[1].stop)))
@@ -362,6 +394,20 @@ def common_regions(student, teacher, train_on="assistant"):
     if train_on == "all":
         regions += _regions(student, teacher, places, (len(student.data), len(teacher.data)))
     return regions
+
+
+def _turn_pairs(student, teacher):
+    """Yield the (student's, teacher's) Turns of each message of which both Renderings have some."""
+    for number in sorted({turn.message for turn in student.turns}):
+        first, second = [[turn for turn in side.turns if turn.message == number]
+                         for side in (student, teacher)]
+        if len(first) == len(second):
+            yield from zip(first, second)
+        elif second:  # one template writes a result in the middle of it: the longest they share
+            yield max(itertools.product(first, second), key=lambda turns: sum(
+                region.num_bytes for region in _regions(
+                    student, teacher, [turn.begin for turn in turns],
+                    [turn.end for turn in turns])))
 
 
 def _behind(turn, rendering):

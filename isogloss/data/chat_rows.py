@@ -1,8 +1,9 @@
 """Rows of data as people write them -> the messages that chat templates read.
 
 Messages may differ in their keys; a content may be null or a list of parts; a chat may name its
-roles as ShareGPT does ("from", "value").  `problem_of` tells what cannot be read, in words that
-follow the name of the row; `as_messages` and `as_tools` read what it lets pass.
+roles as ShareGPT does ("from", "value"); a list of objects may be an object of lists, as a Sequence
+of `datasets` is.  `problem_of` tells what cannot be read, in words that follow the name of the row;
+`as_messages` and `as_tools` read what it lets pass.
 
 Tests: tests/test_chat_rows.py.
 """
@@ -28,6 +29,7 @@ ROLES = OTHER_NAMES | {
 TEXT_PARTS = "text", "input_text", "output_text"  # of chats, of the responses of an API
 
 OTHER_PARTS = "image", "image_url", "input_image", "video", "audio", "input_audio"
+HALF_PAIR = "holds half of a surrogate pair, which is no text"
 
 
 # --- what is wrong --------------------------------------------------------------------------------
@@ -36,9 +38,10 @@ OTHER_PARTS = "image", "image_url", "input_image", "video", "audio", "input_audi
 def problem_of(content):
     """Return what is wrong with the text or chat of a row, to follow its name; None: nothing."""
     if isinstance(content, str):
-        return None if is_text(content) else " holds half of a surrogate pair, which is no text"
+        return None if is_text(content) else f" {HALF_PAIR}"
     if content is None:
         return " is null, expected text"
+    content = listed(content)
     if not isinstance(content, list):
         return f" holds {content!r:.40}, expected text"
     size = 0
@@ -46,7 +49,10 @@ def problem_of(content):
         problem = _problem_of_message(message)
         if problem:
             return f": message {number} {problem}"
-        size += len(_joined(_content_of(message)))
+        read = _as_message(message, is_filled=False)
+        if not is_text(read):
+            return f": message {number} {HALF_PAIR}"
+        size += len(read["content"])
     if size > MOST_CHARACTERS:
         return f" holds a chat of {size} characters, and up to {MOST_CHARACTERS} can be read"
     return None
@@ -68,12 +74,30 @@ def _has_text(part):
 
 
 def is_text(value):
-    """Tell whether a string can be written as UTF-8, which lone surrogates cannot."""
+    """Tell whether all strings of a value can be written as UTF-8, which lone surrogates cannot."""
+    if isinstance(value, dict):
+        return all(map(is_text, value)) and all(map(is_text, value.values()))
+    if isinstance(value, list):
+        return all(map(is_text, value))
+    if not isinstance(value, str) or value.isascii():
+        return True
     try:
         value.encode()
     except UnicodeEncodeError:
         return False
     return True
+
+
+def listed(value):
+    """Return an object of lists of one length as a list of objects; another value as it is."""
+    if not isinstance(value, dict):
+        return value
+    columns = {key: items for key, items in value.items() if items is not None}
+    if not columns or not all(isinstance(items, list) for items in columns.values()):
+        return value
+    if len(set(map(len, columns.values()))) > 1:
+        return value
+    return [dict(zip(columns, cells)) for cells in zip(*columns.values())]
 
 
 def is_message(value):
@@ -151,7 +175,7 @@ def _problem_of_calls(message):
 def _calls_of(message):
     """Return the calls of a message, or the one by which OpenAI's chats had it before."""
     call = message.get("function_call")
-    return message.get("tool_calls") or ([call] if call else [])
+    return listed(message.get("tool_calls")) or ([call] if call else [])
 
 
 def problem_of_tools(tools):
@@ -161,11 +185,12 @@ def problem_of_tools(tools):
             tools = json.loads(tools) if tools.strip() else None
         except ValueError:
             return f" holds {tools!r:.40}, expected a list of tools, or JSON of one"
+    tools = listed(tools)
     if not tools:
         return None
     if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
         return f" holds {tools!r:.40}, expected a list of tools"
-    return None
+    return None if is_text(tools) else f" {HALF_PAIR}"
 
 
 # --- what is read ---------------------------------------------------------------------------------
@@ -190,6 +215,7 @@ def _as_message(message, is_filled):
         kept["role"] = _known_name(kept["role"])
     for key, value in message.items():
         if value is not None and key not in ("role", "content", "from", "value"):
+            value = listed(value) if key == "tool_calls" else value
             kept[key] = without_nulls(value) if is_filled else value
     calls = _calls_of(kept)
     if calls:
@@ -205,7 +231,7 @@ def _role_of(message):
 
 def _content_of(message):
     content = message.get("content")
-    return message.get("value") if content is None else content
+    return listed(message.get("value") if content is None else content)
 
 
 def _joined(content):
@@ -273,6 +299,7 @@ def as_tools(tools, is_filled=False):
     """Return the tools of a row as a list of objects; None: there are none."""
     if isinstance(tools, str):
         tools = json.loads(tools) if tools.strip() else None
+    tools = listed(tools)
     if not tools:
         return None
     return list(map(_in_wrapper, without_nulls(tools) if is_filled else tools))

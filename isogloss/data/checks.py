@@ -10,6 +10,7 @@ Tests: tests/test_wrong_data.py.
 
 import bz2
 import codecs
+import errno
 import glob
 import gzip
 import io
@@ -26,6 +27,8 @@ import pyarrow.compute as pc
 import pyarrow.ipc
 import pyarrow.parquet  # noqa: F401
 import zstandard
+from datasets import config
+from huggingface_hub.constants import HF_HUB_CACHE
 
 from isogloss.data.chat_rows import problem_of
 from isogloss.errors import DataError
@@ -48,6 +51,8 @@ def _open_zstd(file, mode):
 OPENERS = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open, ".zst": _open_zstd}
 DAMAGE = (OSError, EOFError, lzma.LZMAError, zlib.error, zstandard.ZstdError)  # what they raise
 KINDS = f"{', '.join(READERS)}, the texts also with {', '.join(OPENERS)}"
+NO_SPACE = "Not enough disk space"  # as `datasets` says, which looks before it writes
+FULL = errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG  # of writing, not of reading
 CHECK_SECONDS = 10  # for which JSON values, of which Arrow knows nothing, are checked at first
 ROWS_TO_CHECK = 1000  # of them at a time; at least so many are
 
@@ -191,6 +196,10 @@ def explain(source, error):
     if isinstance(cause, BadLine):
         is_named = str(cause).startswith(f"{source}: ")
         return f"--data {cause}" if is_named else f"--data {source}: {cause}"
+    variable, cache = _cache_of(cause, source)
+    if cache:
+        return (f"{variable} {cache}: cannot be written ({cause.strerror or cause}), and --data "
+                f"{source} is kept there; name another directory by this variable, or make room")
     for file in local_files(source):
         problem = _problem_of_text(file) if kind_of(file) == "text" else None
         if problem:
@@ -198,6 +207,20 @@ def explain(source, error):
     if "corresponds to no data" in str(error):
         return f"--data {source}: {EMPTY_DATA}"
     return f"--data {source}: cannot be read ({type(cause).__name__}: {_first_line(cause)})"
+
+
+def _cache_of(error, source):
+    """Return (variable, directory) of the libraries' cache that an error is about, or two None."""
+    caches = {"HF_HUB_CACHE": HF_HUB_CACHE, "HF_DATASETS_CACHE": str(config.HF_DATASETS_CACHE)}
+    named = error.filename if isinstance(error, OSError) else None
+    if isinstance(named, str) and named not in (os.path.expanduser(source), *local_files(source)):
+        for variable, cache in caches.items():
+            both = [os.path.abspath(cache), os.path.abspath(named)]
+            if os.path.commonpath(both) in both:  # in the cache, or above: it cannot be made
+                return variable, cache
+    if isinstance(error, OSError) and (error.errno in FULL or NO_SPACE in str(error)):
+        return "HF_DATASETS_CACHE", caches["HF_DATASETS_CACHE"]
+    return None, None
 
 
 def _problem_of_text(file):
@@ -322,14 +345,20 @@ def has_text(dataset, begin, end, text_key):
 def lengths_of(column):
     """Return the bytes of texts or the messages of chats, by their offsets; None: not known."""
     if _is_string(column.type):
-        return pc.binary_length(column)
+        return pc.binary_length(without_views(column))
     if pa.types.is_list(column.type) or pa.types.is_large_list(column.type):
         return pc.list_value_length(column)
     return None
 
 
+def without_views(column):
+    """Return a column of texts of which Arrow can compute something, which it cannot of views."""
+    return column.cast(pa.large_string()) if pa.types.is_string_view(column.type) else column
+
+
 def _is_string(kind):
-    return pa.types.is_string(kind) or pa.types.is_large_string(kind)
+    return pa.types.is_string(kind) or pa.types.is_large_string(kind) \
+        or pa.types.is_string_view(kind)
 
 
 def _find(column, condition):

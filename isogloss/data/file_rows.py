@@ -24,6 +24,7 @@ import fsspec
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from isogloss.data.chat_rows import HALF_PAIR, is_text, listed
 from isogloss.data.checks import (
     DAMAGE,
     NAMES_OF_JSON,
@@ -83,14 +84,23 @@ def named_rows(kind, pieces, columns):
     """
     names = [name for name, _ in columns]
     for piece in pieces:
-        for number, row in READERS[kind](piece, names):
+        for index, (number, row) in enumerate(READERS[kind](piece, names)):
             for name, dtype in columns:
                 value = row.get(name)
                 if dtype and value is not None and not _is_of_type(value, dtype):
-                    raise BadLine(f"{piece.file}: {name!r} of line {_in_file(piece, number)} holds "
+                    raise BadLine(f"{_place(piece, name, index, number)} holds "
                                   f"{NAMES_OF_JSON[type(value)]}, but rows before have the type "
                                   f"{dtype}; write all rows alike")
+                if kind == "json" and not is_text(value):
+                    raise BadLine(f"{_place(piece, name, index, number)} {HALF_PAIR}; repair or "
+                                  "remove the row")
             yield {name: row.get(name) for name in names}
+
+
+def _place(piece, name, index, number):
+    """Say where a value stands in a file; a piece within it does not know how many rows precede."""
+    line = f"line {_in_file(piece, number)}"
+    return f"{piece.file}: {name!r} of {line if piece.begin else f'row {index} ({line})'}"
 
 
 def _is_of_type(value, dtype):
@@ -329,7 +339,7 @@ def feature_of(values):
         kinds = {float}
     if len(kinds) == 1 and kinds <= set(PLAIN_TYPES):
         return datasets.Value(PLAIN_TYPES[kinds.pop()])
-    for value in values:  # messages have keys of their own
+    for value in map(listed, values):  # messages have keys of their own
         if isinstance(value, list) and any(isinstance(item, dict) for item in value):
             return datasets.Json()
     try:

@@ -17,10 +17,10 @@ import datasets
 import fsspec
 
 from isogloss.data import checks, file_rows
-from isogloss.data.chat_rows import chat_of_text, is_message
+from isogloss.data.chat_rows import chat_of_text, is_message, listed
 from isogloss.errors import DataError
 
-STRINGS = ("string", "large_string")
+STRINGS = ("string", "large_string", "string_view")
 ROWS_TO_TRY = 8  # rows that have to tell what a column holds where its type does not
 # columns that data sets of chats have, and that chat templates would be told of
 FOR_MODELS = "system", "system_prompt", "functions", "chat_template_kwargs"
@@ -390,6 +390,8 @@ def holds_chats(dataset, text_key):
     feature = (dataset.features or {}).get(text_key)
     # of a list, the type of its items; of text there is none
     message = getattr(feature, "feature", None)
+    if isinstance(feature, dict) and all(hasattr(its, "feature") for its in feature.values()):
+        message = feature  # the list is inside
     if isinstance(message, dict):
         return {"role", "content"} <= set(message) or {"from", "value"} <= set(message)
     if feature is None or getattr(feature, "dtype", None) in STRINGS:
@@ -403,7 +405,7 @@ def holds_chats(dataset, text_key):
         # The first rows have to tell: of a stream without declared columns, or where messages
         # differ in their keys or types.
         for row in dataset.take(ROWS_TO_TRY):
-            chat = row.get(text_key)
+            chat = listed(row.get(text_key))
             if isinstance(chat, list) and any(map(is_message, chat)):
                 return True
     return False

@@ -10,7 +10,7 @@ import math
 import warnings
 from collections import Counter
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 
 import datasets
 import numpy as np
@@ -23,17 +23,18 @@ from isogloss.data.chat_rows import (
     as_messages,
     as_tools,
     chat_of_text,
+    listed,
     part_without_text,
     problem_of,
     problem_of_tools,
 )
-from isogloss.data.checks import EMPTY_DATA, has_text, name_of_type
+from isogloss.data.checks import EMPTY_DATA, has_text, name_of_type, without_views
 from isogloss.data.long_texts import fits
 from isogloss.data.open_data import STRINGS, column_names, first_rows
 from isogloss.data.rollouts import OldRollout, Prompter, SkippedPrompt
 from isogloss.data.sample import encode_text
 from isogloss.data.stream import StreamedExamples, take_sample
-from isogloss.data.turns import SkippedChat, Template, doubts
+from isogloss.data.turns import SkippedChat, Template, doubts, tried, write_short_chats
 from isogloss.data.workers import worker_of
 from isogloss.errors import DataError
 
@@ -53,23 +54,32 @@ def check_templates(dataset, reader, encoders):
     rows = first_rows(dataset, CHATS_TO_TRY, reader.text_key, reader.source)
     for number, row in enumerate(rows):
         examples.append(reader(row, number))
-    for encoder in encoders:
-        errors = []
-        for example in examples:
-            try:
-                chat_text(example.content, Template(encoder, example.tools))
-                break  # chats that are refused later are skipped and counted
-            except SkippedChat as error:
-                errors.append(error)
+    encoders = list(encoders)
+    answers = tried(encoders, partial(_try_chats, examples))
+    for encoder, (errors, found) in zip(encoders, answers, strict=True):
         if examples and len(errors) == len(examples):
             raise ValueError(f"{errors[0]}; it refuses the other {len(examples) - 1} of the first "
                              "chats too; repair the chats or the template")
-        found = Counter()
-        for example in examples:
-            found.update(doubts(example.content, encoder, example.tools))
         for doubt, count in found.items():
             warnings.warn(f"the chat template of {encoder.tokenizer.name_or_path} {doubt} "
                           f"({count} of the first {len(examples)} chats)", stacklevel=2)
+
+
+def _try_chats(examples, encoder):
+    """Return (why the template refuses chats before the first that it takes, {doubt: chats})."""
+    write_short_chats(encoder)
+    errors = []
+    for example in examples:
+        try:
+            chat_text(example.content, Template(encoder, example.tools))
+            break  # chats that are refused later are skipped and counted
+        except SkippedChat as error:
+            errors.append(str(error))
+    found = Counter()
+    for example in examples:
+        Template(encoder, example.tools).try_write(example.content, is_prompt=True)
+        found.update(doubts(example.content, encoder, example.tools))
+    return errors, found
 
 
 def check_learned(dataset, reader, student, train_on):
@@ -120,14 +130,20 @@ def check_routes(dataset, route_key, routes):
 
     Args:
         routes: list of the values that teachers are for.
+    Returns:
+        tuple of the names that the numbers of a column of labels stand for; () where routes are
+        not named so.
     """
     columns = column_names(dataset)
     if route_key not in columns:
         raise ValueError(f"--route_key {route_key}: no such column; it has {', '.join(columns)}")
     feature = (dataset.features or {}).get(route_key)
     if feature is None:  # a stream, of which every row is looked at
-        return
-    dtype = getattr(feature, "dtype", None)
+        return ()
+    names = ()
+    if isinstance(feature, datasets.ClassLabel) and any(isinstance(its, str) for its in routes):
+        names = tuple(feature.names)
+    dtype = "string" if names else getattr(feature, "dtype", None)
     is_value = isinstance(feature, (datasets.Value, datasets.ClassLabel))
     if not is_value or dtype in ("null", "binary"):
         raise ValueError(f"--route_key {route_key}: the column holds {name_of_type(feature)}, "
@@ -136,6 +152,7 @@ def check_routes(dataset, route_key, routes):
         if route is not None and isinstance(route, str) != (dtype in STRINGS):
             raise ValueError(f"--route_key {route_key}: the column holds {dtype}, but --teachers "
                              f"name the route {route!r}; name values of the column")
+    return names
 
 
 def check_route(route, source, routes_by_teacher):
@@ -202,6 +219,7 @@ class ExampleReader:
         drop_images: leave out what of a chat is no text, such as images.
         weight_key: column of the rows' weights; empty: they weigh 1.
         route: of all rows; an Ellipsis: see route_key.
+        labels: names of the numbers in the column of routes; empty: a route is what stands there.
     """
 
     text_key: str
@@ -217,6 +235,7 @@ class ExampleReader:
     drop_images: bool = False
     weight_key: str = ""
     route: object = ...
+    labels: tuple = ()
 
     def sample(self, rows, number=None):
         """Return the Example of a row, or of several that are joined.
@@ -240,6 +259,8 @@ class ExampleReader:
                             "or remove it")
         # the Ellipsis stands for all teachers, None for an empty cell of the column
         route = row[self.route_key] if self.route_key else self.route
+        if self.labels:  # -1 or none: it has no label
+            route = dict(enumerate(self.labels)).get(route)
         content = self._content(row, self.text_key)
         prompt = self._content(row, self.prompt_key) if self.prompt_key else None
         context = 0
@@ -266,7 +287,7 @@ class ExampleReader:
         return value if isinstance(value, str) else as_messages(value, key in self.filled)
 
     def _value(self, row, key):
-        value = row.get(key)
+        value = listed(row.get(key))
         if self.has_chats and isinstance(value, str):
             return chat_of_text(value) or value
         return value
@@ -361,7 +382,8 @@ def sample_bounds(dataset, reader):
         return range(len(dataset) + 1)
     lengths = []
     for table in dataset.select_columns(reader.text_key).with_format("arrow").iter(10_000):
-        lengths.append(pc.utf8_length(table[reader.text_key]).to_numpy())
+        texts = without_views(table[reader.text_key])
+        lengths.append(pc.utf8_length(texts).to_numpy())
     ends = np.cumsum(np.concatenate(lengths), dtype=np.int64)
     bounds = [0]
     while bounds[-1] < len(ends):

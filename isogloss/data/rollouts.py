@@ -98,13 +98,14 @@ class Rollout:
     Attributes:
         prompt: RolloutPrompt.
         ids: (N,) int64, the sampled tokens, which are what is trained on.
-        logp: (N,) float32, their log-probability when they were written, nats; None: another than
+        logp: (N,) float32, their log-probability when they were drawn, nats; None: another than
             the student wrote them, so that they are text to learn.
         entropy: mean entropy of the student there, nats.
         ended: the last token is an end of text or of a turn; else the rollout was cut.
         text: what the tokens spell without control tokens, U+FFFD for what is no UTF-8.
         repeated: fraction of its 4-grams of tokens that it holds before.
         is_canonical: the tokenizer makes these tokens of the text.
+        temperature, top_p: with which they were drawn, and that `logp` is of.
     """
 
     prompt: RolloutPrompt
@@ -115,6 +116,8 @@ class Rollout:
     text: str
     repeated: float
     is_canonical: bool
+    temperature: float = 1.0
+    top_p: float = 1.0
 
     def to_plain(self):
         prompt = self.prompt
@@ -125,7 +128,8 @@ class Rollout:
             "tools": prompt.tools, "taught": prompt.taught,
             "ids": self.ids.tolist(), "logp": self.logp.tolist(), "entropy": self.entropy,
             "ended": self.ended, "text": self.text, "repeated": self.repeated,
-            "is_canonical": self.is_canonical,
+            "is_canonical": self.is_canonical, "temperature": self.temperature,
+            "top_p": self.top_p,
         }
 
     @classmethod
@@ -140,7 +144,7 @@ class Rollout:
             plain.get("taught", plain["messages"]))
         return cls(prompt, np.array(plain["ids"], np.int64), np.array(plain["logp"], np.float32),
                    plain["entropy"], plain["ended"], plain["text"], plain["repeated"],
-                   plain["is_canonical"])
+                   plain["is_canonical"], plain.get("temperature", 1.0), plain.get("top_p", 1.0))
 
 
 # --- which samples, which prompts -----------------------------------------------------------------
@@ -264,7 +268,8 @@ def completed(prompt, completion, encoder):
     text = encoder.table.decode(ids).decode(errors="replace")
     entropy = float(completion.entropy.mean()) if len(ids) else 0.0
     return Rollout(prompt, ids, completion.logp.numpy(), entropy, completion.ended, text,
-                   repeated_4grams(ids), is_canonical(prompt, ids, text, encoder))
+                   repeated_4grams(ids), is_canonical(prompt, ids, text, encoder),
+                   completion.temperature, completion.top_p)
 
 
 def repeated_4grams(ids):
@@ -376,9 +381,9 @@ def _pair_chat(rollout, student, encoders, aligner):
     data = (rollout.prompt.text + rollout.text).encode(errors="replace")
     first_byte = len(rollout.prompt.text.encode(errors="replace"))
     stop = len(student.ids) - 1 if rollout.ended else None
-    turns = {written: Turn(first_byte, len(data), stop)}
+    turns = [Turn(written, first_byte, len(data), stop)]
     of_student = Rendering(student.ids, student.located, data, turns)
-    of_teacher.turns = {written: of_teacher.turns[written]} if written in of_teacher.turns else {}
+    of_teacher.turns = [turn for turn in of_teacher.turns if turn.message == written]
     return Pairing(encoded, pair_chats((of_student, of_teacher), encoders, aligner))
 
 

@@ -58,6 +58,7 @@ class TextEncoder:
         template_kwargs: what its chat template is told beside a chat.
         generation: what its generation_config.json says; see `ends`.
         frames: {roles: `chat.Frame` of the chat template}, as they are found.
+        trial: of the chat template, "now" or "passed"; see `turns.tried`.
     """
 
     tokenizer: object
@@ -66,6 +67,7 @@ class TextEncoder:
     template_kwargs: dict = field(default_factory=dict)
     generation: dict = field(default_factory=dict)
     frames: dict = field(default_factory=dict, init=False)
+    trial: str = field(default="", init=False)
 
     def coded(self, texts, **options):
         """Return what the tokenizer makes of a text or of several, without special tokens."""
@@ -158,6 +160,7 @@ class EncodedText:
         learned: (S,) bool, tokens to learn from; None: all of them.
         logp: (S,) float32, of a rollout, log-probability of each token when the student wrote it,
             NaN for those of its prompt; None: no rollout.
+        num_overlaps: of a chat, turns that are left out because they overlap with others.
     """
 
     ids: np.ndarray
@@ -165,6 +168,7 @@ class EncodedText:
     num_bytes: np.ndarray
     learned: np.ndarray | None = None
     logp: np.ndarray | None = None
+    num_overlaps: int = 0
 
     def without_last(self):
         """Return the text without its last token; not for what is learned."""
@@ -248,11 +252,13 @@ class Sample:
         student: the student's tokens.
         pairs: PairSample of each teacher, what it makes of them.
         has_labels: something would be learned of the whole text.
+        num_overlaps: see `EncodedText`, of student and teachers.
     """
 
     student: TokenRow
     pairs: list
     has_labels: bool = False
+    num_overlaps: int = 0
 
 
 def encode_text(text, ids, encoder, context=0):
@@ -312,6 +318,8 @@ def cut_sample(student, pairings, student_max_length, teacher_max_lengths):
         return Sample(NO_TOKENS, pairs)
     learned = np.ones(len(student.ids)) if student.learned is None else student.learned
     has_labels = bool(learned[1:].any())  # nothing predicts the first token
+    readings = [student, *[pairing.teacher for pairing in pairings if pairing.teacher]]
+    num_overlaps = sum(reading.num_overlaps for reading in readings)
     limit = student_max_length + 1  # n positions predict the tokens 1 .. n
     while True:
         pairs = []
@@ -321,12 +329,12 @@ def cut_sample(student, pairings, student_max_length, teacher_max_lengths):
             pairs.append(pair)
             lengths.append(len(student.ids[: cut - 1]))
         if not pairs:
-            return Sample(_student_row(student, limit), [], has_labels)
+            return Sample(_student_row(student, limit), [], has_labels, num_overlaps)
         # A teacher with a short context asks all others for its cut, whose chunks may need
         # another one again: this ends because the limit falls each time.
         shortest = min(lengths) + 1
         if max(lengths) + 1 == shortest:
-            return Sample(_student_row(student, cut), pairs, has_labels)
+            return Sample(_student_row(student, cut), pairs, has_labels, num_overlaps)
         limit = shortest
 
 
@@ -364,6 +372,8 @@ def cut_pair(student, pairing, student_limit, teacher_limit):
     lost = [chunk[:1] for chunk in chunks]
     # One that does not fit has no part either.
     lost += [chunks[0][student_cut : student_cut + 1], chunks[1][teacher_cut : teacher_cut + 1]]
+    # where no chunk fits on both sides, one of them keeps tokens of some
+    lost.append(np.setxor1d(chunks[0][:student_cut], chunks[1][:teacher_cut]))
     read_chunks = without_chunks(chunks, np.concatenate(lost))
     chunks = read_chunks
     if student.learned is not None:  # a chunk is learned as a whole or not at all

@@ -2,28 +2,33 @@
 
 A template may strip, drop, move, escape or rewrite what a message holds, and add to it.  So
 contents are not searched for.  The assistant speaks from the end of the prompt that the template
-writes for it up to the token that ends its turn.  Both are found by writing a part of the chat, or
-the chat with a mark in the place of something that the message holds.
+writes for it up to the token that ends its turn: where a part of the chat is a beginning of the
+whole, it tells both.  Else a mark in the place of what a message holds tells where that stands
+(`Piece`), and both are looked for in what the template writes between two messages.
 
 Tests: tests/test_turns.py.
 """
 
+import itertools
 import json
 import re
+from collections.abc import Callable
 from datetime import date
-from difflib import SequenceMatcher
 from functools import lru_cache, partial
-from itertools import accumulate, count
 from typing import NamedTuple
+
+from isogloss.data.workers import in_bounds
 
 REASONING = "reasoning_content", "reasoning", "thinking"  # keys of what a message thought
 DATE = "strftime_now"  # what templates ask for the date
-THOUGHT_END = "</think>"  # of a thought in a content
+THOUGHT_BEGIN = "<think>"  # of a thought in a content
+THOUGHT_END = "</think>"
 ESCAPED = "&#34;"  # a quotation mark
-MARK = "\ue000\ue001"  # of Unicode's private use area, so it is in no chat
+MARK = "7208913564120957386412"  # digits, which no template escapes or changes; in no chat
 QUESTION = [{"role": "user", "content": "a"}]
 ANSWER = {"role": "assistant", "content": MARK}
-WORD = re.compile(r"\s+|\w+|[^\w\s]")
+CALL = {"type": "function", "function": {"name": "a", "arguments": {}}}
+UNIT = re.compile(r"<[^<>\s]*>|\[[^\[\]\s]*\]|\w+|\s|[^\w\s]")  # marks and words, as a whole
 
 
 class SkippedChat(ValueError):
@@ -51,11 +56,48 @@ def dated(template, day):
     return f"{{%- macro {DATE}(format) -%}}{{{{ {answers} }}}}{{%- endmacro -%}}{template}"
 
 
+def tried(encoders, function):
+    """Return function(encoder) of each TextEncoder, as JSON, whose chat templates write meanwhile.
+
+    They come with models, and may be endless or explode, so they do it in another process.
+
+    Raises:
+        ValueError: one does.
+    """
+    functions = []
+    for encoder in encoders:
+        encoder.trial = "now"  # as the other process sees it
+        functions.append((f"the chat template of {encoder.tokenizer.name_or_path}",
+                          partial(function, encoder)))
+    result = ""
+    try:
+        answers = in_bounds(functions)
+        result = "passed"
+        return answers
+    except ValueError as error:
+        raise ValueError(f"{error}; repair chat_template in tokenizer_config.json, or "
+                         "chat_template.jinja") from None
+    finally:
+        for encoder in encoders:
+            encoder.trial = result
+
+
+def write_short_chats(encoder):
+    """Let a chat template write what is asked of every one."""
+    write = Template(encoder).try_write
+    header_of(write)
+    behind_answer(write)
+
+
 class Template:
     """Write a chat, and parts of it, by a model's chat template.
 
+    The first one of an encoder is tried on short chats.
+
     Args:
         tools: list of objects that describe what the assistant may call; None: there are none.
+    Raises:
+        ValueError: see `tried`.
     """
 
     def __init__(self, encoder, tools=None):
@@ -63,6 +105,9 @@ class Template:
         self._options = template_options(encoder, tools)
         self._write = partial(encoder.tokenizer.apply_chat_template, tools=tools)
         self._shapes = SHAPES  # what it wanted of this chat first
+        self._encoder = encoder
+        if not encoder.trial:
+            tried([encoder], write_short_chats)
 
     def write(self, messages, is_prompt=False, **options):
         """Return what it makes of messages.
@@ -86,6 +131,8 @@ class Template:
                     return written
                 problem = problem or "it escapes quotation marks as on a web page"
             except Exception as error:  # templates raise whatever they like
+                if self._encoder.trial == "now" and isinstance(error, MemoryError):
+                    raise
                 problem = problem or error
         what = "prompt" if is_prompt else "chat"
         raise SkippedChat(f"the chat template of {self.name} refuses a {what}: {problem}")
@@ -129,7 +176,7 @@ def _with_text_arguments(messages):
 def _with_ids(messages):
     """Name calls and their results by nine letters, as Mistral's templates want it."""
     changed = []
-    numbers = count()
+    numbers = itertools.count()
     names = {}
     waiting = []  # calls without a result so far
     for message in messages:
@@ -156,23 +203,11 @@ SHAPES = (list, _with_text_arguments, _with_ids,
           lambda messages: _with_text_arguments(_with_ids(messages)))
 
 
-class Stretch(NamedTuple):
-    """Hold characters of a rendering: what the assistant says, and where its turn may end.
-
-    begin: the first character behind the header of the turn.
-    low, high: the turn ends with the first token in low .. high - 1 that ends turns.
-    """
-
-    begin: int
-    low: int
-    high: int
-
-
 class Header(NamedTuple):
     """Hold what stands in front of what the assistant says.
 
     text: of the template's generation prompt, or else of a turn.
-    is_prompt: the template writes a generation prompt.
+    is_prompt: the template writes a generation prompt, asked or not.
     least: characters of it with which every turn begins.
     """
 
@@ -184,78 +219,324 @@ class Header(NamedTuple):
 def header_of(write):
     """Return the Header of a template whose `Template.try_write` this is."""
     question = write(QUESTION, False) or ""
-    prompt = _behind(question, write(QUESTION, True))
+    prompted = write(QUESTION, True) or ""
+    first = _whole(prompted, _common_begin(question, prompted))
+    if first < len(prompted):
+        least = len(prompted)
+        answers = [ANSWER], [ANSWER | {REASONING[0]: "b"}], [ANSWER | {"tool_calls": [CALL]}]
+        for behind in (*answers, [ANSWER, *QUESTION]):
+            begin = _common_begin(prompted, write([*QUESTION, *behind], False) or "")
+            begin = _whole(prompted, begin)
+            if begin > first:
+                least = min(least, begin)
+        return Header(prompted[first:], True, least - first)
     # an earlier turn: the last one may have more, such as an empty thought
-    chat = write([*QUESTION, ANSWER, *QUESTION], False) or write([*QUESTION, ANSWER], False)
-    turn, mark, _ = _behind(question, chat).partition(MARK)
-    if prompt:
-        return Header(prompt, True, _common_begin(prompt, turn) if mark else 0)
-    return Header(turn.rstrip(" ") if mark else "", False)
-
-
-def _behind(text, whole):
-    return whole[len(text) :] if whole and whole.startswith(text) else ""
+    chat = write([*QUESTION, ANSWER, *QUESTION], False) or write([*QUESTION, ANSWER], False) or ""
+    turn, mark, behind = chat.removeprefix(question).partition(MARK)
+    if not mark or not chat.startswith(question):
+        return Header("", False)
+    # some write a prompt behind every chat
+    last = (write([*QUESTION, ANSWER], False) or "").rpartition(MARK)[2]
+    prompt = last[_whole(last, _common_begin(last, behind)) :]
+    if prompt and question.endswith(prompt):
+        return Header(prompt, True, len(prompt))
+    return Header(turn.rstrip(" "), False)
 
 
 def behind_answer(write):
     """Return what a template writes behind a last message of the assistant; None: it refuses."""
     whole = write([*QUESTION, ANSWER], False)
-    return None if whole is None else whole.rpartition(MARK)[2]
+    if whole is None:
+        return None
+    behind = whole.rpartition(MARK)[2]
+    longer = write([*QUESTION, ANSWER, *QUESTION], False) or whole
+    if not longer.startswith(whole):  # what ends the chat follows, or the prompt of the next turn
+        question = write([QUESTION[0] | {"content": MARK}], False) or ""
+        other = question.rpartition(MARK)[2]
+        if other.strip() and behind.endswith(other):  # messages of all roles end alike
+            return UNIT.match(other.lstrip())[0]
+    return behind
+
+
+# --- where messages stand -------------------------------------------------------------------------
+
+
+class Part(NamedTuple):
+    """Hold what a message holds: its content, its thoughts or its calls.
+
+    words: the text; "": that of calls.
+    put: returns the keys of the message with other words in this place.
+    """
+
+    name: str
+    words: str
+    put: Callable
+
+
+def _parts(message):
+    """List the Parts of a message; one that holds nothing has an empty content."""
+    parts = []
+    if thought_of(message):
+        names = [key for key in REASONING if message.get(key)]
+        parts.append(Part("thoughts", thought_of(message), partial(dict.fromkeys, names)))
+    content = message["content"]
+    begin = 0
+    end = content.find(THOUGHT_END) if message["role"] == "assistant" else -1
+    if end >= 0:
+        begin = len(THOUGHT_BEGIN) if content.startswith(THOUGHT_BEGIN) else 0
+        parts.append(_part_of_content("thoughts", content, begin, end))
+        begin = end + len(THOUGHT_END)
+    if message.get("tool_calls"):
+        parts.append(Part("calls", "", partial(_with_arguments, message["tool_calls"])))
+    if content[begin:].strip() or not parts:
+        parts.append(_part_of_content("content", content, begin, len(content)))
+    return parts
+
+
+def _part_of_content(name, content, begin, end):
+    def put(words):
+        return {"content": content[:begin] + words + content[end:]}
+
+    return Part(name, content[begin:end], put)
+
+
+def _with_arguments(calls, words):
+    """Return the calls of a message with other arguments, not other names: results have those."""
+    return {"tool_calls": [call | {"function": call["function"] | {"arguments": {"a": words}}}
+                           for call in calls]}
+
+
+class Piece(NamedTuple):
+    """Hold characters of a rendering that a message says.
+
+    message: its number.
+    is_sure: whatever it says, the rendering is the same around it.
+    """
+
+    begin: int
+    end: int
+    message: int
+    is_sure: bool
+
+
+def _pieces(messages, text, write):
+    """List the Pieces of a rendering of messages, in its order."""
+    parts = []  # (number of its message, Part)
+    for number, message in enumerate(messages):
+        parts += [(number, part) for part in _parts(message)]
+    known = _places_at_once(parts, messages, text, write)
+    pieces = []
+    for index, (number, part) in enumerate(parts):
+        if index in known:
+            pieces += [Piece(*place, number, True) for place in known[index]]
+            continue
+
+        def rewrite(words, number=number, part=part):
+            message = messages[number] | part.put(words)
+            other = write([*messages[:number], message, *messages[number + 1 :]], False)
+            return other if other and MARK in other else None
+
+        places, is_sure = _places_of(part.words, text, rewrite)
+        pieces += [Piece(*place, number, is_sure) for place in places]
+    sure = [piece for piece in pieces if piece.is_sure]
+    # with other words, the template may have changed more than these
+    doubtful = [piece for piece in pieces if not piece.is_sure and not any(
+        piece.begin < other.end and other.begin < piece.end and piece.message != other.message
+        for other in sure)]
+    return sorted(sure + doubtful)
+
+
+def _places_at_once(parts, messages, text, write):
+    """Return {index of a Part: [(first character, last + 1)]} by one rendering with many marks.
+
+    Calls are not in it, and nothing is where a template writes words otherwise than they are.
+    """
+    chat = list(messages)
+    of_key = {}  # of two Parts of a content the second one
+    for index, (number, part) in enumerate(parts):
+        if part.name != "calls":
+            keys = part.put(f"{MARK}{index:06d}")
+            chat[number] = chat[number] | keys
+            of_key[number, min(keys)] = index
+    places = {index: [] for index in of_key.values()}
+    first, *rest = re.split(MARK + r"(\d{6})", write(chat, False) or MARK)
+    if not text.startswith(first):
+        return {}
+    begin = len(first)
+    for index, behind in zip(map(int, rest[::2]), rest[1::2]):
+        words = parts[index][1].words
+        for words in (words, words.strip(), words.lstrip(), words.rstrip()):
+            if text.startswith(words + behind, begin):
+                break
+        else:
+            return {}
+        places[index].append((begin, begin + len(words)))
+        begin += len(words) + len(behind)
+    return places if begin == len(text) else {}
+
+
+def _places_of(words, text, rewrite):
+    """Return ([(first character, last + 1)] of words of a message, whether they are sure).
+
+    Args:
+        words: see `Part`.
+        rewrite: returns what the template writes with other words; None: it leaves them out.
+    """
+    other = rewrite(MARK)
+    if other is None:
+        return [], False
+    places, is_sure = _places(text, other)
+    if is_sure or not words:
+        return places, is_sure
+    # templates look at how words begin and end, and what they hold, so leave them as they are
+    middle = words.find(" ", len(words) // 2) % (len(words) + 1)
+    other = rewrite(words[:middle] + MARK + words[middle:])
+    if other is not None:
+        inner, is_sure = _places(text, other)
+        inner = [(begin - _common_end(text[:begin], words[:middle]),
+                  end + _common_begin(text[end:], words[middle:])) for begin, end in inner]
+        if is_sure and all(text[begin:end].strip() == words.strip() for begin, end in inner):
+            return inner, True
+    return places, False
+
+
+def _places(text, other):
+    """Find in a text what has marks in another one.
+
+    Returns:
+        ([(first character, last + 1)], whether all else is the same); one place where it is not,
+        or where several have not one size.
+    """
+    first, *between, last = other.split(MARK)
+    begin = _common_begin(text, first)
+    end = len(text) - _common_end(text[begin:], last)
+    whole = [(begin, end)]
+    if begin < len(first) or len(text) - end < len(last):
+        return whole, False
+    size, rest = divmod(end - begin - sum(map(len, between)), len(between) + 1)
+    places = []
+    for words in [*between, ""]:
+        places.append((begin, begin + size))
+        begin += size
+        if size < 0 or rest or not text.startswith(words, begin):
+            return whole, False
+        begin += len(words)
+    return places, True
+
+
+class Run(NamedTuple):
+    """Hold neighboring Pieces of one message, and how far it is to what others say.
+
+    low: where what stands in front of them ends; high: where what stands behind them begins.
+    before: the Piece in front of them; None: nothing is.
+    last: the last one of them.
+    is_last: no other Run of the message follows.
+    """
+
+    message: int
+    low: int
+    begin: int
+    end: int
+    high: int
+    before: Piece | None
+    last: Piece
+
+
+def _runs(pieces, size):
+    """Return the Runs of a rendering; size: its characters."""
+    runs = []
+    low = 0
+    before = None
+    for message, group in itertools.groupby(pieces, lambda piece: piece.message):
+        group = list(group)
+        if runs:
+            runs[-1] = runs[-1]._replace(high=max(runs[-1].end, group[0].begin))
+        begin = max(low, group[0].begin)
+        end = max([begin, *[piece.end for piece in group]])
+        runs.append(Run(message, low, begin, end, max(end, size), before, group[-1]))
+        low = end
+        before = group[-1]
+    return runs
+
+
+# --- where turns begin and end --------------------------------------------------------------------
+
+
+class Stretch(NamedTuple):
+    """Hold characters of a rendering: what the assistant says, and where its turn may end.
+
+    message: number of the message.
+    begin: the first character behind the header of the turn.
+    low, high: the turn ends with the first token in low .. high - 1 that ends turns.
+    """
+
+    message: int
+    begin: int
+    low: int
+    high: int
 
 
 def stretches(messages, text, write, header, ends):
-    """Return {number of a message: Stretch} of what the assistant says in a rendering.
+    """List the Stretches of what the assistant says in a rendering, in its order.
+
+    A message has several where others speak in between, as where a call and its result are written
+    in front of the content.
 
     Args:
         text: the rendering of all messages.
         ends: (first, last + 1) characters of the tokens that may end a turn.
     """
-    found = {}
+    found = []
+    runs = None
+    size = len(text)
+    if header.is_prompt:  # which some write behind every chat
+        size = len(text.removesuffix(header.text))
     for number, message in enumerate(messages):
-        if message["role"] == "assistant":
-            stretch = _stretch(messages, number, text, write, header, ends)
+        if message["role"] != "assistant":
+            continue
+        before = _before(messages[:number], write, header)
+        if before and text.startswith(before):
+            behind = text[:size]
+            if number < len(messages) - 1:
+                behind = write(messages[: number + 1], False)
+            stretch = _between(number, text, before, behind, ends)
             if stretch:
-                found[number] = stretch
-    return found
+                found.append(stretch)
+                continue
+        if runs is None:
+            runs = _runs(_pieces(messages, text, write), size)
+        for run in runs:
+            if run.message == number:
+                if run.before and run.before.message > number:  # who speaks in front of its content
+                    chat = [*messages[:number], message | {"content": ""}]
+                    chat += messages[number + 1 : run.before.message + 1]
+                    before = _before(chat, write, header)
+                begin = _begin(run, text, before, header, ends)
+                if begin is not None:
+                    found.append(_until_end(begin, run, messages, text, write, ends))
+    return sorted(found, key=lambda stretch: stretch.begin)
 
 
-def _stretch(messages, number, text, write, header, ends):
-    before = write(messages[:number], header.is_prompt) if number else ""
-    is_refused = before is None
-    before = before or ""
-    if not (before and header.is_prompt):
-        before += header.text
-    is_known = before and not is_refused and text.startswith(before)
-    begin = len(before) if is_known else None
-    if begin is not None:
-        is_last = number == len(messages) - 1
-        upto = text if is_last else write(messages[: number + 1], False)
-        if upto and text.startswith(upto) and begin <= len(upto):
-            inside = [end for end in ends if begin <= end[0] < len(upto)]
-            end = _last_end(text[: len(upto)], inside)
-            if end is not None:
-                return Stretch(begin, end, end + 1)
-            if not inside:
-                return Stretch(begin, len(upto), len(upto))
-    marked = list(_with_marks(messages, number, write))
-    if not marked:
-        return None  # the template writes nothing of the message
-    if begin is None:
-        begins = [_begin(text, other, header, before) for other in marked]
-        if -1 in begins:
-            return None  # it is written as another role's, and tools may stand in front of it
-        begin = min(begins)
-    # All but the message is the same in both renderings.  So what stands behind the last mark
-    # stands behind the last part of the message, too.
-    tail = min((other.rpartition(MARK)[2] for other in marked), key=len)
-    low = max(begin, len(text) - _common_end(text, tail))
-    # the turn ends in front of what the next message says
-    for message in messages[number + 1 :]:
-        content = (message.get("content") or "").strip()
-        high = text.find(content, low) if content else -1
-        if high >= 0:
-            return Stretch(begin, low, high)
-    return Stretch(begin, low, len(text))
+def _before(messages, write, header):
+    """Return what a template writes up to where the assistant speaks; None: it refuses them."""
+    before = write(messages, header.is_prompt) if messages else ""
+    if before is None or (messages and header.is_prompt):
+        return before
+    return before + header.text
+
+
+def _between(number, text, before, behind, ends):
+    """Return the Stretch of a message between what stood there before it and behind it.
+
+    None: what stood behind it is no beginning of text, or does not end as turns do.
+    """
+    if not behind or not text.startswith(behind) or len(before) > len(behind):
+        return None
+    inside = [end for end in ends if len(before) <= end[0] < len(behind)]
+    if not inside:
+        return Stretch(number, len(before), len(behind), len(behind))
+    end = _last_end(behind, inside)
+    return None if end is None else Stretch(number, len(before), end, end + 1)
 
 
 def _last_end(text, ends):
@@ -269,59 +550,66 @@ def _last_end(text, ends):
     return found
 
 
-def _with_marks(messages, number, write):
-    """Yield renderings with a mark for the content, the thoughts, or a part of the calls.
-
-    One with marks for all that the message holds, where the template writes it; else one for each.
-    """
-    message = messages[number]
-    variants = [{"content": MARK}, *_marked(message).values()]
-    whole = dict(item for variant in variants for item in variant.items())
-    for variant in (whole, *variants):
-        other = write([*messages[:number], message | variant, *messages[number + 1 :]], False)
-        if other and MARK in other:
-            yield other
-            if variant is whole:
-                return
+def _until_end(begin, run, messages, text, write, ends):
+    """Return the Stretch of a Run, whose begin is known."""
+    for first, _ in ends:
+        if run.end <= first < run.high:
+            return Stretch(run.message, begin, first, first + 1)
+    behind = write(messages[: run.message + 1], False)
+    end = _agreed(run.last, run.end, run.high, text, behind)
+    if end is None:
+        return Stretch(run.message, begin, run.end, run.high)
+    return Stretch(run.message, begin, end, end)
 
 
-def _marked(message):
-    """Return {what of a message: its keys with a mark in that place} of the thoughts and calls."""
-    marked = {}
-    if thought_of(message):
-        marked["thoughts"] = {key: MARK for key in REASONING if message.get(key)}
-    if message.get("tool_calls"):  # not the name, which may stand in front of the result, too
-        marked["calls"] = {"tool_calls": [
-            call | {"function": call["function"] | {"arguments": {"a": MARK}}}
-            for call in message["tool_calls"]]}
-    return marked
-
-
-def _begin(text, other, header, before):
-    """Return where the assistant begins to speak in a rendering; -1: its Header is nowhere.
+def _begin(run, text, before, header, ends):
+    """Return where the assistant begins to speak, in low .. begin of a Run; None: it is not known.
 
     Args:
-        other: the rendering with a mark in the message.
-        before: a text that ends with the text of the Header.
+        before: what the template writes up to there; None: it refuses that.
     """
-    place = other.index(MARK)
-    shared = _common_begin(text, other[:place])
-    # without a header the message begins with its own words, and the space in front of them
-    has_header = header.is_prompt and before.endswith(header.text)
-    best = 0, -1 if has_header else len(text[:shared].rstrip(" "))
-    header, _, least = header
-    # not every turn has all of a prompt, such as the beginning of a thought
-    cuts = [cut.end() for cut in re.finditer(r"\n|>", header) if cut.end() >= least]
-    for cut in {*cuts, len(header)} - {0}:
-        upto = before[: len(before) - len(header) + cut]
-        here = other.rfind(header[:cut], 0, place)
-        while here >= 0:
-            # the more of the chat before it is the same, the surer it is that turn's
-            same = _common_end(other[: here + cut], upto)
-            if same >= cut:  # else this turn has another header
-                best = max(best, (same, here + cut))
-            here = other.rfind(header[:cut], 0, here)
-    return min(best[1], shared)
+    if before and text.startswith(before) and run.low <= len(before) <= run.begin:
+        return len(before)
+    words = header.text.lstrip()
+    least = header.least - len(header.text) + len(words)
+    units = list(UNIT.finditer(words))
+    if not before or before.endswith(header.text):
+        # not every turn has all of a prompt, such as the beginning of a thought
+        for unit in reversed(units):
+            place = text.rfind(words[: unit.end()], run.low, run.begin)
+            if place >= 0 and unit.end() >= least:
+                return place + unit.end()
+    if not run.before:
+        # with another role's header, it is that one's, and tools may stand in front of it
+        if units and units[0][0] in text[: run.begin]:
+            return None
+        # without one it begins with its own words, and the space in front of them
+        return len(text[: run.begin].rstrip(" "))
+    begin = _agreed(run.before, run.low, run.begin, text, before)
+    if begin is None:
+        behind_ends = [last for first, last in ends if run.low <= first and last <= run.begin]
+        begin = min([run.begin, *behind_ends[:1]])
+    return begin
+
+
+def _agreed(piece, low, high, text, other):
+    """Return how far, of low .. high, another rendering goes on like a text; None: not known.
+
+    Args:
+        piece: the last Piece in front of low, which both have.
+        other: a rendering of fewer messages; None: it is refused.
+    """
+    if other is None:
+        return None
+    shared = _common_begin(text, other)
+    if shared < low:
+        words = text[piece.begin : piece.end].strip()
+        sizes = [_common_begin(text[low:high], other[place.end() :])
+                 for place in re.finditer(re.escape(words), other)] if words else []
+        if not sizes:
+            return None
+        shared = low + max(sizes)
+    return low + _whole(text[low:high], min(shared, high) - low)
 
 
 def doubts(messages, encoder, tools=None):
@@ -336,28 +624,34 @@ def doubts(messages, encoder, tools=None):
     found = []
     if tools and text == Template(encoder).try_write(messages, False):
         found.append("leaves out the tools")
-    parts = {}  # of each kind the last one, in {what it is: (number, keys with a mark)}
+    last_parts = {}  # of each kind the last one, in {what it is: (number, keys with a mark)}
     for number, message in enumerate(messages):
-        marked = _marked(message)
-        content = message["content"]
-        if content.strip():
-            beside = " beside tool calls" if "calls" in marked else ""
-            marked[f"what {message['role']} says{beside}"] = {"content": MARK}
-        if THOUGHT_END in content and message["role"] == "assistant":
-            end = content.index(THOUGHT_END)
-            marked["thoughts"] = {"content": MARK + content[end:]}
         if message["role"] == "user":  # templates leave out the thoughts before a question
-            parts.pop("thoughts", None)
-        parts |= {what: (number, keys) for what, keys in marked.items()}
-    for what, (number, keys) in parts.items():
+            last_parts.pop("thoughts", None)
+        for part in _parts(message):
+            name = part.name
+            if name == "content":
+                beside = " beside tool calls" if message.get("tool_calls") else ""
+                name = f"what {message['role']} says{beside}"
+            if part.words.strip() or name == "calls":
+                last_parts[name] = number, part.put(MARK)
+    for name, (number, keys) in last_parts.items():
         other = write([*messages[:number], messages[number] | keys, *messages[number + 1 :]], False)
         if other and MARK not in other:
-            found.append(f"leaves out {what}")
+            found.append(f"leaves out {name}")
     prompt = write(messages[:-1], True) if messages[-1]["role"] == "assistant" else None
     if prompt and not text.startswith(prompt):
         found.append(f"asks for an answer with {encoder.header.text!r}, and does not write so the "
                      "last answer; --template_kwargs may tell it whether answers have thoughts")
     return found
+
+
+def _whole(text, place):
+    """Return a place in a text, or that where a mark or word begins in the middle of which it is."""
+    for unit in UNIT.finditer(text):
+        if unit.end() >= place:
+            return place if unit.end() == place else min(place, unit.start())
+    return place
 
 
 def _common_begin(a, b):
@@ -375,25 +669,3 @@ def _common_begin(a, b):
 def _common_end(a, b):
     """Count the characters with which both end."""
     return _common_begin(a[::-1], b[::-1])
-
-
-def common_spans(a, b):
-    """List (first character of a, of b, how many) of what two texts have in common, in order.
-
-    Words and longer, beside the longest beginning and end.
-    """
-    if a == b:
-        return [(0, 0, len(a))] if a else []
-    begin = _common_begin(a, b)
-    end = _common_end(a[begin:], b[begin:])
-    spans = [(0, 0, begin)]
-    words_a, words_b = [WORD.findall(x[begin : len(x) - end]) for x in (a, b)]
-    # the first character of every word and, last, the end
-    starts_a = list(accumulate(map(len, words_a), initial=begin))
-    starts_b = list(accumulate(map(len, words_b), initial=begin))
-    # no match begins at a space or a sign, which stand everywhere; words take them along
-    matcher = SequenceMatcher(lambda word: not word[0].isalnum(), words_a, words_b)
-    for i, j, num in matcher.get_matching_blocks():
-        spans.append((starts_a[i], starts_b[j], starts_a[i + num] - starts_a[i]))
-    spans.append((len(a) - end, len(b) - end, end))
-    return [span for span in spans if span[2]]

@@ -54,6 +54,7 @@ TIMES_REFERENCE = 4
 MEMORY_MIB = 4096  # as EvalPlus
 OUTPUT_MIB = 64
 MOST_WORKERS = 8
+MOST_ROW, MOST_FILE = 2**26, 2**30  # characters; in a packed file a few bytes stand for many
 
 # --- items ----------------------------------------------------------------------------------------
 
@@ -136,7 +137,11 @@ def _rows(task, path, limit):
             is_compressed = file.read(2) == b"\x1f\x8b"
         opener = gzip.open if is_compressed else open
         with opener(path, "rt", encoding="utf-8") as file:
-            for line in file:
+            num_read = 0
+            while line := file.readline(MOST_ROW):
+                num_read += len(line)
+                if len(line) == MOST_ROW or num_read > MOST_FILE:
+                    raise ValueError("it has more characters than any task of EvalPlus")
                 if line.strip():
                     rows.append(json.loads(line))
                 if limit and len(rows) == limit:

@@ -10,10 +10,11 @@ import hashlib
 import logging
 import math
 import os
-from contextlib import redirect_stderr, redirect_stdout, suppress
+from contextlib import contextmanager, redirect_stderr, redirect_stdout, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from unittest import mock
 
 import datasets
 import numpy as np
@@ -66,7 +67,8 @@ def load_harness_task(name, options):
         options: TaskOptions.  In its folder lie copies of the data sets of NAMES as the hub has
             them, and YAML files of further tasks, which come first.
     Raises:
-        ValueError: no lm_eval, no such task, a task that runs code, data that cannot be loaded.
+        ValueError: no lm_eval, no such task, a task that runs code, data that cannot be loaded, or
+            not so many worked examples.
     """
     try:
         from lm_eval import tasks
@@ -88,10 +90,13 @@ def load_harness_task(name, options):
         path = _local_copy(name, options.data)
         other_data = {"dataset_path": path, "dataset_kwargs": {"cache_dir": _cache_of(path)}}
     try:
-        # what `load` does by itself for a name; for a dict it knows no members of a group
-        built = manager._factory.build(
-            manager.task_index[of_harness], overrides=other_data, registry=manager.task_index)
-        loaded = manager.load(built if isinstance(built, list) else [built])
+        with code_of_others(options.trust_remote_code):
+            # what `load` does by itself for a name; for a dict it knows no members of a group
+            built = manager._factory.build(
+                manager.task_index[of_harness], overrides=other_data, registry=manager.task_index)
+            loaded = manager.load(built if isinstance(built, list) else [built])
+    except UntrustedCode as error:
+        raise ValueError(f"{name}: {error}") from None
     except Exception as error:  # a data set's own code may raise anything
         reason = str(error).strip().split("\n")[0]
         raise ValueError(f"{name}: its data cannot be loaded: {type(error).__name__}: {reason}"
@@ -103,7 +108,53 @@ def load_harness_task(name, options):
                              "humaneval_plus or mbpp_plus, which have a sandbox")
         if options.shots >= 0:
             task.set_config(key="num_fewshot", value=options.shots)
+        _try_to_ask(name, task_name, task)
     return HarnessTask(name, loaded)
+
+
+class UntrustedCode(Exception):
+    """Name Python code that a task would run."""
+
+
+@contextmanager
+def code_of_others(is_trusted):
+    """Refuse the functions that YAML files outside of lm_eval name, unless they are trusted."""
+    from lm_eval.tasks import _yaml_loader
+
+    package = Path(_yaml_loader.__file__).resolve().parent
+    import_function = _yaml_loader._import_func_in_yml
+
+    def checked(function, folder):
+        if not (is_trusted or folder.resolve().is_relative_to(package)):
+            raise UntrustedCode(f"a YAML file in {folder} names !function {function}, Python code "
+                                "that would run in this job; read that code, and add "
+                                "--trust_remote_code to run it")
+        return import_function(function, folder)
+
+    with mock.patch.object(_yaml_loader, "_import_func_in_yml", checked):
+        yield
+
+
+def _try_to_ask(name, task_name, task):
+    """Raise a ValueError where the harness cannot make the first request of a task."""
+    shots = task.config.num_fewshot or 0
+    try:
+        with output_silenced():
+            task.build_all_requests(limit=1)
+    except Exception as error:  # an assertion, where there are fewer examples
+        reason = str(error).strip().split("\n")[0]
+        sampler = getattr(task, "sampler", None)
+        raise ValueError(
+            f"{name}: {task_name} cannot be asked with {shots} worked examples, of which it has "
+            f"{len(sampler.df) if sampler else 0} ({type(error).__name__}: {reason}); ask for fewer"
+        ) from None
+
+
+@contextmanager
+def output_silenced():
+    """Let what the harness prints, and its progress bars, not stand amid the job's output."""
+    with open(os.devnull, "w") as nowhere, redirect_stdout(nowhere), redirect_stderr(nowhere):
+        yield
 
 
 def _local_copy(name, folder):
@@ -239,8 +290,7 @@ def run_harness_task(task, answers):
     for of_harness in task.loaded["tasks"].values():
         of_harness.set_fewshot_seed(SHOT_SEED)  # the same examples on all ranks, and every time
     os.environ["DISABLE_MULTIPROC"] = "1"  # a job of many threads must not be forked
-    # what it prints and its progress bars would stand amid the job's
-    with open(os.devnull, "w") as nowhere, redirect_stdout(nowhere), redirect_stderr(nowhere):
+    with output_silenced():
         results = evaluate(_language_model(answers), task.loaded, bootstrap_iters=NUM_RESAMPLED,
                            limit=answers.options.limit or None)
     metrics = {}

@@ -10,10 +10,11 @@ bubblewrap, Debian and Ubuntu: `apt install bubblewrap`), as root or as any user
 - the interpreter, its standard library and the shared libraries of both, read-only;
 - a /tmp of its own, empty, of at most 16 MiB and some thousands of files; no other file can be
   written;
-- no environment, no /proc, no devices but null and urandom;
+- no environment, no /proc, no device but the host's /dev/null;
 - namespaces of its own: no network, no processes of others, no shared memory of others;
 - a filter of system calls: no new process or thread, no socket, no tracing, no memory outside of
-  what is counted;
+  what is counted, and no other mode, owner, time, attribute, lock or lease of any file: where root
+  calls `run`, the box's user owns what is root's, /dev/null too;
 - limits on memory, CPU time, wall time, and on what it prints.
 
 When `run` returns, and also when the calling process is killed, nothing of it is left.
@@ -187,8 +188,7 @@ def _box() -> tuple[str, ...]:
                         "--remount-ro", f"{path}/{packages}"]
     for path in [_interpreter(), *_shared_libraries()]:
         box += ["--ro-bind", path, path]
-    for path in ("/dev/null", "/dev/urandom"):
-        box += ["--dev-bind", path, path]
+    box += ["--dev-bind", "/dev/null", "/dev/null"]
     box += ["--size", str(TMP_MIB * MIB), "--tmpfs", "/tmp", "--chdir", "/tmp"]
     return tuple(box)
 
@@ -228,32 +228,47 @@ class Machine(NamedTuple):
     """Hold what the kernel calls an architecture, and its numbers of system calls."""
 
     audit_arch: int
+    fcntl: int
     denied: dict[str, int]
 
 
 # New processes and threads (limits on memory and time are those of one process, and the limit on
 # processes does not bind root); sockets; traces of others; namespaces and mounts; memory that no
-# limit counts (memory files, System V and POSIX messages); and parts of the kernel that no test
-# needs but exploits like.  Numbers: the kernel's arch/x86/entry/syscalls/syscall_64.tbl and
-# include/uapi/asm-generic/unistd.h.
+# limit counts (memory files, System V and POSIX messages); what changes an inode, which may be the
+# host's (a read-only mount does not help: standard error is the host's own /dev/null); and parts of
+# the kernel that no test needs but exploits like.  Numbers: the kernel's
+# arch/x86/entry/syscalls/syscall_64.tbl and include/uapi/asm-generic/unistd.h.
 MACHINES = {
-    "x86_64": Machine(0xC000003E, dict(
+    "x86_64": Machine(0xC000003E, 72, dict(
         clone=56, fork=57, vfork=58, clone3=435,
         socket=41, ptrace=101, process_vm_readv=310, process_vm_writev=311, pidfd_getfd=438,
         unshare=272, setns=308, mount=165, umount2=166, pivot_root=155, chroot=161,
         fsopen=430, open_tree=428, move_mount=429, mount_setattr=442,
         memfd_create=319, memfd_secret=447, shmget=29, semget=64, msgget=68, mq_open=240,
+        chmod=90, fchmod=91, fchmodat=268, fchmodat2=452,
+        chown=92, fchown=93, lchown=94, fchownat=260,
+        utime=132, utimes=235, futimesat=261, utimensat=280,
+        setxattr=188, lsetxattr=189, fsetxattr=190, setxattrat=463,
+        removexattr=197, lremovexattr=198, fremovexattr=199, removexattrat=466,
+        file_setattr=469, flock=73,
         add_key=248, request_key=249, keyctl=250, bpf=321, perf_event_open=298, userfaultfd=323,
-        io_uring_setup=425, io_setup=206, open_by_handle_at=304, personality=135)),
-    "aarch64": Machine(0xC00000B7, dict(
+        io_uring_setup=425, io_setup=206, open_by_handle_at=304, personality=135, syslog=103)),
+    "aarch64": Machine(0xC00000B7, 25, dict(
         clone=220, clone3=435,
         socket=198, ptrace=117, process_vm_readv=270, process_vm_writev=271, pidfd_getfd=438,
         unshare=97, setns=268, mount=40, umount2=39, pivot_root=41, chroot=51,
         fsopen=430, open_tree=428, move_mount=429, mount_setattr=442,
         memfd_create=279, memfd_secret=447, shmget=194, semget=190, msgget=186, mq_open=180,
+        fchmod=52, fchmodat=53, fchmodat2=452, fchown=55, fchownat=54, utimensat=88,
+        setxattr=5, lsetxattr=6, fsetxattr=7, setxattrat=463,
+        removexattr=14, lremovexattr=15, fremovexattr=16, removexattrat=466,
+        file_setattr=469, flock=32,
         add_key=217, request_key=218, keyctl=219, bpf=280, perf_event_open=241, userfaultfd=282,
-        io_uring_setup=425, io_setup=0, open_by_handle_at=265, personality=92)),
+        io_uring_setup=425, io_setup=0, open_by_handle_at=265, personality=92, syslog=116)),
 }
+
+# F_SETLK, F_SETLKW, F_OFD_SETLK, F_OFD_SETLKW, F_SETLEASE: commands of fcntl, on any machine
+LOCKS = 6, 7, 37, 38, 1024
 
 # Instructions of the kernel's classic packet filters: linux/bpf_common.h, linux/seccomp.h.
 LOAD_WORD = 0x20
@@ -265,6 +280,7 @@ KILL_PROCESS = 0x80000000
 NOT_PERMITTED = 0x00050000 | 1  # the call fails with EPERM
 OFFSET_NUMBER = 0
 OFFSET_ARCH = 4
+OFFSET_SECOND = 24  # the lower half of the second argument, of a machine that is little-endian
 # x86-64 knows every call under a second number as well, from here on
 X32_NUMBERS = 0x40000000
 
@@ -286,6 +302,12 @@ def _filter_of_system_calls() -> bytes:
     ]
     for number in machine.denied.values():
         parts.append(instruction(JUMP_IF_EQUAL, number, if_false=1))
+        parts.append(instruction(RETURN, NOT_PERMITTED))
+    parts.append(instruction(JUMP_IF_EQUAL, machine.fcntl, if_true=1))
+    parts.append(instruction(RETURN, ALLOW))
+    parts.append(instruction(LOAD_WORD, OFFSET_SECOND))
+    for command in LOCKS:
+        parts.append(instruction(JUMP_IF_EQUAL, command, if_false=1))
         parts.append(instruction(RETURN, NOT_PERMITTED))
     parts.append(instruction(RETURN, ALLOW))
     return b"".join(parts)

@@ -24,6 +24,7 @@ class TaskOptions:
     temperature: float = shared(Config, "eval_task_temperature")
     seed: int = flag(0, "of the draws at a temperature above 0.", low=0, high=2**32 - 2**16)
     allow_unsafe_code: bool = shared(Config, "allow_unsafe_code")
+    trust_remote_code: bool = shared(Config, "trust_remote_code")
 
     def __post_init__(self):
         check_flags(self)

@@ -8,6 +8,7 @@ Tests: tests/test_tasks.py, tests/test_code_tasks.py.
 """
 
 import math
+import sys
 import time
 import zlib
 from dataclasses import dataclass, field
@@ -18,6 +19,7 @@ from tqdm import tqdm
 from isogloss.evaluation import code_tasks, sandbox
 from isogloss.evaluation.code_tasks import CodeItem, CodeJudge, ks_of, pass_at
 from isogloss.evaluation.task_model import GaveUp, evaluation_mode, write_answers
+from isogloss.flags.terminal import unguarded
 
 # --- code -----------------------------------------------------------------------------------------
 
@@ -156,7 +158,7 @@ def _written(task, model, encoder, options, agree, bar):
             keys.append((options.seed, name, number, sample))
     # None: only on a terminal
     with tqdm(total=len(items), desc=task.name, disable=None if bar else True,
-              leave=False) as progress:
+              leave=False, file=unguarded(sys.stderr)) as progress:
         texts = write_answers(model, encoder, items, keys, options, agree=agree,
                               on_written=progress.update)
     firsts = range(0, len(texts), options.samples)

@@ -130,7 +130,7 @@ def _base_of_adapter(flag, name, folder):
         config = json.loads(Path(folder, ADAPTER_CONFIG).read_text(encoding="utf-8"))
         base = config.get("base_model_name_or_path")
         revision = config.get("revision")
-    except (OSError, ValueError, AttributeError):
+    except (OSError, ValueError, AttributeError, RecursionError):
         raise ValueError(f"--{flag} {name}: its {ADAPTER_CONFIG} cannot be read; expected a JSON "
                          "object, as peft writes it") from None
     if not base or not isinstance(base, str):

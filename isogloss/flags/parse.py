@@ -26,17 +26,18 @@ from fire.parser import DefaultParseValue
 
 import isogloss
 from isogloss.flags.model_names import without_secrets
+from isogloss.flags.terminal import guard_terminal, one_line
 from isogloss.flags.yaml_file import parse_json, read_flag_file
 
 # Names of flags that public recipes use, and what they are called here.
 OLD_NAMES = {"student_model": "student", "teacher_model": "teacher"}
 
 # Flags of any command line that name a file, a directory, or a model by its directory.
-PATH_FLAGS = frozenset("""assets config data ds_config embedding_model eval_data eval_task_data
-    export golden model other output output_dir png projection recipe resume run student teacher
-    teacher_cache teacher_tokenizer texts""".split())
+PATH_FLAGS = frozenset("""assets config data ds_config dump_losses embedding_model eval_data
+    eval_task_data export golden model other output output_dir png projection recipe resume run
+    student teacher teacher_cache teacher_tokenizer texts""".split())
 # Those that are written, over a scratch file beside them with a longer name.
-WRITTEN = frozenset(("export", "output", "output_dir", "png"))
+WRITTEN = frozenset(("dump_losses", "export", "output", "output_dir", "png"))
 LONGEST_NAME = 255  # bytes, of Linux's file systems
 SCRATCH_BYTES = 32
 
@@ -135,7 +136,7 @@ def typed(name, value, kind):
     if kind is int and isinstance(value, float) and value.is_integer():
         return int(value)
     if kind is float and type(value) is int:  # not isinstance: True is an int too
-        return float(value)
+        return float(str(value))  # of a number beyond all floats infinity, which is refused
     if type(value) is not kind:
         raise ValueError(f"--{name}={value}: expected {kind.__name__}, got {type(value).__name__}")
     return value
@@ -487,32 +488,77 @@ def program_name():
     return name if name.startswith("isogloss.") else "distill.py"
 
 
-def one_line(text):
-    """Return a text as one line that says nothing to a terminal but its characters."""
-    line = " ".join(str(text).split())
-    return "".join(letter if letter.isprintable() else "\ufffd" for letter in line)
-
-
 def line_about(error, program=None):
     """Return the line that says an error, without secrets."""
     return f"{program or program_name()}: {one_line(without_secrets(str(error)))}"
+
+
+def is_first_rank():
+    """Tell whether this is rank 0, or one to which its launcher has given no number."""
+    rank = os.environ.get("RANK", "0")
+    return not rank.isdecimal() or int(rank) == 0
+
+
+def is_first_of_node():
+    """Tell whether this rank speaks for its node, where ranks have not met yet."""
+    rank = os.environ.get("LOCAL_RANK", "0")
+    return is_first_rank() or not rank.isdecimal() or int(rank) == 0
 
 
 @contextmanager
 def refusing(program=None, loud=False):
     """End this process with a line on stderr and code 2 where the block raises a ValueError.
 
-    For what comes before the ranks of a job know of one another; see `launch.fail_together`.
+    For what comes before the ranks of a job know of one another; see `launch.fail_together`.  It is
+    the frame of every program, so from here on what is printed is guarded, too.
 
     Args:
         loud: each rank says it; else rank 0 alone.
     """
+    guard_terminal()
     try:
         yield
     except ValueError as error:
-        if loud or int(os.environ.get("RANK", 0)) == 0:
+        if loud or is_first_rank():
             print(line_about(error, program), file=sys.stderr, flush=True)
         raise SystemExit(2) from None
+
+
+# --- ranks, before torch is imported --------------------------------------------------------------
+
+# What launchers say of a rank: the smallest and the largest value; None: any.
+OF_LAUNCHERS = {"WORLD_SIZE": (1, None), "RANK": (0, None), "LOCAL_RANK": (0, None),
+                "LOCAL_SIZE": (1, None), "LOCAL_WORLD_SIZE": (1, None), "MASTER_PORT": (1, 65535)}
+
+
+def prepare_rank(program=None):
+    """Make a process ready to import torch, or end it with a line where it can be no rank."""
+    # Torch would print a lost connection, as to a rank that has ended, with thirty lines of C++.
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    with refusing(program, loud=is_first_of_node()):
+        check_launcher()
+
+
+def check_launcher():
+    """Raise a ValueError where variables of the environment cannot be those of a rank."""
+    for name, (low, high) in OF_LAUNCHERS.items():
+        value = os.environ.get(name)
+        if not value:  # without a launcher
+            continue
+        is_number = value.isascii() and value.isdecimal()
+        if not is_number or int(value) < low or (high and int(value) > high):
+            expected = f"{low} to {high}" if high else f"{low} or more"
+            raise ValueError(f"the variable {name} is {value!r}; expected a number, {expected}; "
+                             "unset it, or let deepspeed or torchrun set what a rank needs")
+    rank = int(os.environ.get("RANK") or 0)
+    ranks = int(os.environ.get("WORLD_SIZE") or 1)
+    missing = [name for name in ("RANK", "MASTER_ADDR", "MASTER_PORT") if not os.environ.get(name)]
+    if ranks > 1 and missing:
+        raise ValueError(f"the variable WORLD_SIZE is {ranks}, and there is no "
+                         f"{' and no '.join(missing)}; start all ranks of a job by one launcher")
+    if rank >= ranks:
+        raise ValueError(f"the variable RANK is {rank} where WORLD_SIZE is {ranks}; expected less; "
+                         "start all ranks of a job by one launcher")
 
 
 # --- tools ----------------------------------------------------------------------------------------

@@ -38,6 +38,7 @@ EXCLUDES = [
     *[(name, "pipeline_parallel", ", whose stages know their own layers alone; leave out one of "
        "them") for name in ("freeze_router", "router_weight")],
     ("writer", "rollout_command", ": both say what writes; leave out one of them"),
+    ("dump_losses", "sequence_parallel", ", whose ranks hold parts of rows; leave out one of them"),
     ("pipeline_parallel", "sequence_parallel", ": these do not go together; leave out one of them"),
     *[(name, "pipeline_parallel", ", whose stages share no weights; use ZeRO-3, or let the student "
        "itself write") for name in ("writer", "rollout_command")],

@@ -19,7 +19,7 @@ from dataclasses import replace
 from itertools import islice
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, TrainingArguments
+from transformers import AutoTokenizer, TrainingArguments
 
 from isogloss.align import TokenTable
 from isogloss.config import Config, loss_flags, template_kwargs
@@ -28,6 +28,7 @@ from isogloss.data.order import ExampleReader
 from isogloss.data.sample import TextEncoder
 from isogloss.inputs import with_common_ids
 from isogloss.job.columns import to_device
+from isogloss.models.pretrained import load_model
 from isogloss.objective.objective import LossTerms, TeacherTerm, micro_batch_loss
 from isogloss.targets import TeacherSetup, teacher_targets
 from isogloss.teachers.model import ModelSpec, ModelTeacher, WholeModel
@@ -73,7 +74,7 @@ class Distillation:
                              "give it, or the name of the teacher")
         teacher_tokenizer = teacher_tokenizer or AutoTokenizer.from_pretrained(teacher)
         if isinstance(teacher, str):
-            teacher = AutoModelForCausalLM.from_pretrained(teacher, dtype="auto")
+            teacher = load_model("teacher", teacher, dtype="auto")
         if hasattr(teacher, "get_base_model"):  # of peft: the adapter's layers are in there
             teacher = teacher.get_base_model()
         self.model = teacher.eval().requires_grad_(False)

@@ -5,6 +5,7 @@ are the numbers.  They also tell how much of the text is aligned, and why the re
 """
 
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -69,7 +70,7 @@ class PairCounts(Sums):
     """Count what a batch holds for one student-teacher pair; fields are sums over samples.
 
     Attributes:
-        kd_terms: terms of the distillation loss.
+        kd_terms: terms of the distillation loss; weighing_terms: those that weigh more than 0.
         aligned_tokens: student tokens in the chunks that the loss compares.
         aligned_bytes: bytes in these chunks.
         read_tokens, read_bytes: of the student's side, in the samples that the teacher reads.
@@ -89,6 +90,7 @@ class PairCounts(Sums):
 
     # Floats, because sums over ranks come back as float64.
     kd_terms: float = 0
+    weighing_terms: float = 0
     aligned_tokens: float = 0
     aligned_bytes: float = 0
     read_tokens: float = 0
@@ -155,6 +157,7 @@ class Counts(Sums):
         rows: samples.
         samples: those of which something would be learned, were nothing cut off.
         cut_samples: those of them that are cut before their first label.
+        overlapping_turns: turns of chats that are left out because they overlap with others.
         pairs: PairCounts of every teacher.
     """
 
@@ -164,7 +167,23 @@ class Counts(Sums):
     rows: float = 0
     samples: float = 0
     cut_samples: float = 0
+    overlapping_turns: float = 0
     pairs: list = field(default_factory=list)
+
+
+class TermSums(NamedTuple):
+    """Name what a teacher's term adds up over a sub-tile, a micro-batch or a step.
+
+    ce, kd: cross-entropy and distillation loss, nats; rollout_kd: the part of kd in rollouts.
+    correct: tokens of the data that the student finds most likely.
+    agreed: chunks in which both models find most likely the same of what the loss compares.
+    """
+
+    ce: torch.Tensor | float
+    kd: torch.Tensor | float
+    rollout_kd: torch.Tensor | float
+    correct: torch.Tensor | float
+    agreed: torch.Tensor | float
 
 
 def mean_of(total, count):

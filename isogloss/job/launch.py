@@ -17,6 +17,7 @@ import torch.distributed as dist
 import transformers
 from deepspeed.accelerator import get_accelerator
 
+from isogloss.flags.parse import is_first_rank
 from isogloss.job import rendezvous
 from isogloss.job.layout import place_in_job
 from isogloss.job.watch import current_watch, print_line
@@ -85,7 +86,12 @@ def _set_default_environment():
     defaults = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1",
                 "MASTER_PORT": str(port)}
     for key, value in defaults.items():
-        os.environ.setdefault(key, value)
+        os.environ[key] = os.environ.get(key) or value
+    accelerator = get_accelerator()
+    local_rank = int(os.environ["LOCAL_RANK"])
+    if accelerator.device_name() == "cuda" and local_rank >= accelerator.device_count():
+        raise ValueError(f"the variable LOCAL_RANK is {local_rank}, and this node has "
+                         f"{accelerator.device_count()} GPUs; start no more ranks on it")
 
 
 def _prepare_cpu_rank():
@@ -93,7 +99,7 @@ def _prepare_cpu_rank():
     # on first use.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     if "OMP_NUM_THREADS" not in os.environ:  # else every rank would start a thread per core
-        ranks_per_node = int(os.environ.get("LOCAL_SIZE", 1))
+        ranks_per_node = int(os.environ.get("LOCAL_SIZE") or 1)
         torch.set_num_threads(max(1, os.cpu_count() // ranks_per_node))
 
 
@@ -160,7 +166,7 @@ def fail(message, loud=None, code=2):
         code: exit code; 2 stands for wrong input.
     """
     if loud is None:
-        loud = int(os.environ.get("RANK", 0)) == 0
+        loud = is_first_rank()
     if loud:
         print_line(message)
     raise SystemExit(code)

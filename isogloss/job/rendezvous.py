@@ -79,16 +79,30 @@ def _own_store():
     host = os.environ["MASTER_ADDR"]
     port = int(os.environ["MASTER_PORT"])
     serves = int(os.environ["RANK"]) == 0
-    listener = _listen(host, port) if serves else None
+    try:
+        addresses = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    except (OSError, UnicodeError) as error:
+        raise ValueError(f"the variable MASTER_ADDR is {host!r}, no host that is known here "
+                         f"({getattr(error, 'strerror', None) or error}); expected the address of "
+                         "rank 0, where the ranks meet") from None
+    listener = _listen(host, port, addresses[0]) if serves else None
     descriptor = listener.detach() if listener else None  # the store closes it
-    return dist.TCPStore(host, port, is_master=serves, timeout=JOINING_TIMEOUT,
-                         wait_for_workers=False, master_listen_fd=descriptor)
+    try:
+        return dist.TCPStore(host, port, is_master=serves, timeout=JOINING_TIMEOUT,
+                             wait_for_workers=False, master_listen_fd=descriptor)
+    except dist.DistError:
+        raise ValueError(f"rank {os.environ['RANK']} has not met rank 0 at port {port} of {host} "
+                         f"within {JOINING_TIMEOUT}; see whether that one runs, and can be reached "
+                         "from here") from None
 
 
-def _listen(host, port):
-    """Return a socket that listens on the master's address alone."""
-    addresses = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
-    family, _, _, _, address = addresses[0]
+def _listen(host, port, resolved):
+    """Return a socket that listens on the master's address alone.
+
+    Args:
+        resolved: of this address, as `socket.getaddrinfo` says it.
+    """
+    family, _, _, _, address = resolved
     several_nodes = os.environ["WORLD_SIZE"] != os.environ.get("LOCAL_SIZE")
     # Some systems give their own name a loopback address, at which other nodes cannot reach them.
     is_loopback = address[0] == "::1" or address[0].startswith("127.")
@@ -123,16 +137,38 @@ def run_store(store):
 
 
 def _secret_of_job(store):
-    token = os.environ.get(TOKEN_VARIABLE, "")
-    if token:
-        if len(token) < LEAST_TOKEN:
-            raise ValueError(f"the variable {TOKEN_VARIABLE} has {len(token)} characters; expected "
-                             f"{LEAST_TOKEN} or more that nobody can guess, the same on every node")
-        return hashlib.sha256(token.encode(errors="surrogateescape")).digest()
+    """Return the secret that the environment gives all ranks, or that rank 0 draws.
+
+    Raises:
+        ValueError: the environments of the ranks give different ones; on all ranks.
+    """
+    rank = int(os.environ["RANK"])
     ranks = int(os.environ["WORLD_SIZE"])
+    token = os.environ.get(TOKEN_VARIABLE, "")
+    # which tells nothing of a token that cannot be guessed
+    proof = hashlib.sha256(f"isogloss {token}".encode(errors="surrogateescape")).digest()
+    store.set(f"token of {rank}", proof)
+    keys = [f"token of {other}" for other in range(ranks)]
+    store.wait(keys)
+    proofs = store.multi_get(keys)
+    others = [other for other in range(ranks) if proofs[other] != proofs[0]]
+    if others:
+        part(store, "tokens", rank, ranks)
+        raise ValueError(f"the variable {TOKEN_VARIABLE} is another one for rank {others[0]} than "
+                         "for rank 0; set the same on every node, or none")
+    if token and len(token) < LEAST_TOKEN:
+        raise ValueError(f"the variable {TOKEN_VARIABLE} has {len(token)} characters; expected "
+                         f"{LEAST_TOKEN} or more that nobody can guess, the same on every node")
+    if token:
+        return hashlib.sha256(token.encode(errors="surrogateescape")).digest()
+    return _drawn_secret(store, rank, ranks)
+
+
+def _drawn_secret(store, rank, ranks):
+    """Return the secret that rank 0 draws, and lays where the ranks of this user can read it."""
     per_node = os.environ.get("LOCAL_SIZE") or os.environ.get("LOCAL_WORLD_SIZE") or ranks
     on_one_node = int(per_node) == ranks
-    if int(os.environ["RANK"]) == 0:
+    if rank == 0:
         secret = secrets.token_bytes(SECRET_BYTES)
         if on_one_node:
             store.set("secret", _in_memory(secret))
@@ -144,7 +180,7 @@ def _secret_of_job(store):
     if not re.fullmatch(pattern, place):
         raise _not_the_secret()
     secret = _read_secret(place)
-    store.set(f"secret read by {os.environ['RANK']}", "")
+    store.set(f"secret read by {rank}", "")
     return secret
 
 

@@ -5,7 +5,7 @@ Tests: tests/test_transfers.py.
 
 import torch
 
-from isogloss.job.counts import mean_of
+from isogloss.job.counts import TermSums, mean_of
 from isogloss.job.transfers import Readback
 
 
@@ -17,8 +17,7 @@ class StepReport:
     Attributes:
         state: TrainState.
         counts: global Counts.
-        sums: Readback of the global [cross-entropy, distillation loss, its part in rollouts] of
-            every teacher, nats.
+        sums: Readback of the global `TermSums` of every teacher.
         kd_weights: list of the weight of each teacher's mean loss in this step.
         teacher_bytes: memory that the logits of a position of each teacher occupied.
         others: metrics that do not follow from these, numbers or Readbacks of them.
@@ -33,12 +32,15 @@ class StepReport:
         self.teacher_bytes = state.student.share(bytes_per_token)
         self.others = {}
 
+    def sums_of(self, number):
+        return TermSums(*self.sums.read()[number])
+
     @property
     def ce(self):
-        return mean_of(self.sums.read()[0][0], self.counts.ce_tokens)
+        return mean_of(self.sums_of(0).ce, self.counts.ce_tokens)
 
     def kd(self, number):
-        return mean_of(self.sums.read()[number][1], self.counts.pairs[number].kd_terms)
+        return mean_of(self.sums_of(number).kd, self.counts.pairs[number].kd_terms)
 
     def metrics(self):
         """Return global means, equal on every rank; see docs/metrics.md."""
@@ -49,6 +51,7 @@ class StepReport:
         metrics = {"loss": sum(terms) if terms else None}
         if cfg.ce_weight:
             metrics["ce"] = self.ce
+        metrics["accuracy"] = mean_of(self.sums_of(0).correct, self.counts.ce_tokens)
         for number, setup in enumerate(self.state.teachers):
             metrics |= named(self.state, setup, self.of_teacher(number))
         metrics["tokens"] = int(self.counts.tokens)
@@ -56,6 +59,8 @@ class StepReport:
         unlearned = self.counts.rows - self.counts.samples
         metrics["without_labels"] = mean_of(unlearned, self.counts.rows)
         metrics["cut_before_labels"] = mean_of(self.counts.cut_samples, self.counts.samples)
+        if self.counts.overlapping_turns:
+            metrics["overlapping_turns"] = int(self.counts.overlapping_turns)
         for name, value in self.others.items():
             metrics[name] = value.read() if isinstance(value, Readback) else value
         if "router_loss" in metrics and terms:
@@ -67,13 +72,16 @@ class StepReport:
         pair = self.counts.pairs[number]
         metrics = {"kd": self.kd(number), "teacher_output_bytes": self.teacher_bytes[number]}
         metrics |= pair.metrics()
+        sums = self.sums_of(number)
+        if self.state.teachers[number].loss.is_observed:  # its terms are chunks
+            metrics["projected_accuracy"] = mean_of(sums.agreed, pair.kd_terms)
         if len(self.state.teachers) > 1 or self.state.cfg.dynamic_scale:
             metrics["kd_weight"] = self.kd_weights[number]
         if self.state.writer:
             # on what the student wrote, and on the data
-            _, kd, of_rollouts = self.sums.read()[number]
-            metrics["kd/on"] = mean_of(of_rollouts, pair.rollout_terms)
-            metrics["kd/off"] = mean_of(kd - of_rollouts, pair.kd_terms - pair.rollout_terms)
+            metrics["kd/on"] = mean_of(sums.rollout_kd, pair.rollout_terms)
+            metrics["kd/off"] = mean_of(sums.kd - sums.rollout_kd,
+                                        pair.kd_terms - pair.rollout_terms)
         return metrics
 
 

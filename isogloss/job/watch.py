@@ -24,7 +24,7 @@ from typing import NamedTuple
 import torch.distributed as dist
 from tqdm import tqdm
 
-from isogloss.flags.parse import line_about
+from isogloss.flags.parse import is_first_rank, line_about
 from isogloss.job import rendezvous
 from isogloss.job.counts import global_sums
 from isogloss.job.ipc import is_running
@@ -419,8 +419,9 @@ def current_watch():
 def print_line(text):
     """Print one line on stderr, below a progress bar if there is one, without secrets."""
     # rank 0 draws the bar, on the terminal that others share
-    is_first = int(os.environ.get("RANK", 0)) == 0
-    is_below_bar = getattr(tqdm, "_instances", ()) if is_first else _current and _current.training
+    is_below_bar = _current and _current.training
+    if is_first_rank():
+        is_below_bar = getattr(tqdm, "_instances", ())
     begin = "\n" if is_below_bar and sys.stderr.isatty() else ""
     print(f"{begin}{line_about(text)}", file=sys.stderr, flush=True)
 

@@ -19,6 +19,7 @@ import torch
 
 from isogloss.flags.model_names import read_model_name, split_revision
 from isogloss.models.quantized import num_weights
+from isogloss.models.tied import is_tied
 from isogloss.projection_tools.tokenizers import reading
 
 NAME = "default"  # peft's name of the one adapter that a model here has
@@ -130,14 +131,13 @@ def _check_targets(flag, model, config):
         if isinstance(module, torch.nn.Linear) or type(module).__name__ == "Conv1D":
             linear[name] = module
     head = model.get_output_embeddings()
-    is_tied = head.weight is model.get_input_embeddings().weight
     for target in sorted(targets):
         hits = [name for name in linear if name == target or name.endswith(f".{target}")]
         if not hits:
             known = sorted({name.rpartition(".")[2] for name in linear})
             raise ValueError(f"--{flag}: {model.config.model_type} models have no linear layer "
                              f"{target}; theirs are {', '.join(known)}")
-        if is_tied and any(linear[name] is head for name in hits):
+        if is_tied(model) and any(linear[name] is head for name in hits):
             raise ValueError(f"--{flag}: {target} shares its weight with the embedding, which an "
                              "adapter would leave behind; choose other layers")
 

@@ -4,7 +4,9 @@ Whatever a library raises about such files becomes a ValueError that names the f
 the reason.  Code that comes with a model runs with --trust_remote_code alone.
 """
 
+import contextlib
 import re
+from pathlib import Path
 
 import torch
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoModelForCausalLM
@@ -12,13 +14,15 @@ from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoModelForCa
 from isogloss.flags.model_names import read_model_name
 from isogloss.models.adapters import adapter_of, add_adapter, load_adapter, merge_into
 from isogloss.models.quantized import unpacked_layer
+from isogloss.models.tied import check_code, untie_as_files_do
 from isogloss.projection_tools.tokenizers import reading
 
 # Heads of models that read a text from both sides.
 TWO_SIDED = "ForMaskedLM", "ForPreTraining"
 # Masks and constants that earlier versions of transformers wrote beside the weights.
 OLD_BUFFERS = re.compile(r"(masked_bias|(attn|attention)\.bias|inv_freq|position_ids)$")
-NAMES_SHOWN = 3  # of tensors, in a message
+NAMES_SHOWN = 3  # of tensors or files, in a message
+WEIGHTS = {".safetensors", ".bin", ".pt", ".pth", ".gguf", ".ckpt", ".h5", ".msgpack", ".npz"}
 
 
 def load_config(role, path, trust_remote_code=False):
@@ -34,6 +38,26 @@ def load_config(role, path, trust_remote_code=False):
         text_config = config.get_text_config()
     _check_kind(role, path, config)
     _check_sizes(role, path, text_config)
+    return config
+
+
+def config_of_weights(role, path, trust_remote_code=False):
+    """Return the config of a model as its weights are: tied only where these are.
+
+    Raises:
+        ValueError: see `load_config`; or the weights cannot be read.
+    """
+    config = load_config(role, path, trust_remote_code)
+    if not quantization_of(config):  # such a model is loaded whole, and transformers sees it
+        untie_as_files_do(role, path, config, trust_remote_code)
+    return config
+
+
+def config_of_weights_here(role, path, trust_remote_code=False):
+    """Return the same for whoever does not go on to read the weights, which may be absent."""
+    config = load_config(role, path, trust_remote_code)
+    with contextlib.suppress(ValueError):
+        untie_as_files_do(role, path, config, trust_remote_code, download=False)
     return config
 
 
@@ -97,9 +121,10 @@ def load_model(role, path, trust_remote_code=False, adapter=None, **options):
         ValueError: a file cannot be read; names or shapes do not belong to the config.
     """
     name = read_model_name(role, path)
+    config = config_of_weights(role, path, trust_remote_code)
     with reading(role, path, "its weights"):
         model, info = AutoModelForCausalLM.from_pretrained(
-            name.base, revision=name.revision, trust_remote_code=trust_remote_code,
+            name.base, revision=name.revision, trust_remote_code=trust_remote_code, config=config,
             output_loading_info=True,
             ignore_mismatched_sizes=True, **options)  # they are refused below, by name
     wrong = _wrong_names(info, model)
@@ -211,12 +236,25 @@ def check_weights(role, path, trust_remote_code=False, adapter=None, *, attentio
         # there a tensor is a shape
         model = load_model(role, path, trust_remote_code, adapter, device_map="meta")
     except ValueError as error:
-        if role == "student" and "no file named" in str(error):
-            raise ValueError(f"{error}; --from_scratch starts from random weights") from None
+        if "no file named" in str(error):
+            raise ValueError(_without_weights(role, path, error)) from None
         raise
     check_attention(role, path, model, attention)
+    check_code(role, path, model)
+    model.tie_weights()  # what files name twice: without values transformers leaves it apart
     if adapter and adapter_of(model) is None:
         add_adapter(f"lora_r {adapter.r}", model, adapter)
+
+
+def _without_weights(role, path, error):
+    """Return what to say of a directory in which transformers finds no weights."""
+    base = Path(read_model_name(role, path).base).expanduser()
+    files = sorted(file.name for file in base.iterdir() if file.suffix in WEIGHTS)
+    if files:  # --from_scratch would train noise in their place
+        return (f"--{role} {path}: holds {_some(files)}, but no model.safetensors, nor a "
+                "model.safetensors.index.json by which shards are read; fetch that file of the "
+                "model, too, or write the model anew with save_pretrained")
+    return f"{error}; --from_scratch starts from random weights" if role == "student" else error
 
 
 def check_random(path, trust_remote_code=False, attention="auto"):

@@ -41,6 +41,7 @@ class DistillationLoss:
         coverage_names: the metrics of `coverage` that an evaluation logs.
         indices_VK: the projection's teacher tokens, -1 in unused slots; None: it uses none.
         learned_projection: LearnedProjection whose scores are trained with the student, or None.
+        is_observed: loss_fn takes a fourth argument, a `losses.Observer` of what it compares.
         live_copies: see `LossSpec.live_copies`.
     """
 
@@ -52,6 +53,7 @@ class DistillationLoss:
     coverage_names: tuple = ()
     indices_VK: torch.Tensor | None = None
     learned_projection: "LearnedProjection | None" = None
+    is_observed: bool = False
     live_copies: float = DEFAULT_COPIES
 
 
@@ -102,6 +104,9 @@ def build_projection_kl(cfg, pair, device, has_rest=False):
     places = torch.arange(indices.numel(), device=device).view_as(indices)
     source = places if learned else likelihoods
 
+    if has_rest and cfg.chunk_average == "logp":
+        raise ValueError("--chunk_average logp: a mean of logarithms needs all of the teacher's "
+                         "tokens, and of this teacher some are kept; keep hidden states")
     num_tokens = len(pair.tables[1])
     # slots of a learned projection may get any weight
     weights = torch.ones_like(likelihoods) if learned else likelihoods
@@ -113,7 +118,7 @@ def build_projection_kl(cfg, pair, device, has_rest=False):
     def compare(listed, kept_K):
         """Return the loss of the columns kept_K of the logits; None: of all that these have."""
 
-        def loss_fn(student_logits, teacher_logits, sub_tile):
+        def loss_fn(student_logits, teacher_logits, sub_tile, observe=None):
             entries = listed
             if learned:
                 weights = learned.likelihoods().flatten()
@@ -122,8 +127,8 @@ def build_projection_kl(cfg, pair, device, has_rest=False):
             return losses.projection_kl(
                 student_logits[None], teacher_logits[None], ids.student_chunk, ids.teacher_chunk,
                 indices, likelihoods, kept_K=kept_K, temperature=cfg.temperature,
-                reverse=cfg.reverse_kl, weight_BS=ids.weight, entries=entries,
-                chunks=sub_tile.terms, has_rest=has_rest)[0]
+                chunk_average=cfg.chunk_average, reverse=cfg.reverse_kl, weight_BS=ids.weight,
+                entries=entries, chunks=sub_tile.terms, has_rest=has_rest, observe=observe)[0]
 
         return loss_fn
 
@@ -143,7 +148,7 @@ def build_projection_kl(cfg, pair, device, has_rest=False):
         compare(losses.projection_entries(indices, source, num_tokens, kept_K), kept_K),
         for_columns=for_columns, comparable_W=None if kept_K is None else reachable_W,
         coverage=coverage, coverage_names=("unreachable_mass",), indices_VK=indices,
-        learned_projection=learned)
+        learned_projection=learned, is_observed=True)
 
 
 def _common_and_rest(cfg, pair, device, relaxed=False):
@@ -160,14 +165,15 @@ def _common_and_rest(cfg, pair, device, relaxed=False):
 def build_gold(cfg, pair, device, has_rest=False, *, relaxed=False):
     indices, common, rest = _common_and_rest(cfg, pair, device, relaxed)
 
-    def loss_fn(student_logits, teacher_logits, sub_tile):
+    def loss_fn(student_logits, teacher_logits, sub_tile, observe=None):
         ids = batch_of_one(sub_tile)
         return losses.gold(
             student_logits[None], teacher_logits[None], ids.student_chunk, ids.teacher_chunk,
             *common, temperature=cfg.temperature, uncommon_topk=cfg.uncommon_topk,
-            reverse=cfg.reverse_kl, weight_BS=ids.weight, chunks=sub_tile.terms, rest=rest)[0]
+            chunk_average=cfg.chunk_average, reverse=cfg.reverse_kl, weight_BS=ids.weight,
+            chunks=sub_tile.terms, rest=rest, observe=observe)[0]
 
-    return DistillationLoss(loss_fn, indices_VK=indices)
+    return DistillationLoss(loss_fn, indices_VK=indices, is_observed=True)
 
 
 def build_hybrid_uld(cfg, pair, device, has_rest=False):
@@ -365,13 +371,14 @@ def divergence_loss(divergence, live_copies=DEFAULT_COPIES, **flag_of):
 
 
 # of the losses that compare common tokens by KL and the rest by rank
-COMMON_FLAGS = "temperature", "projection", "uncommon_topk", "reverse_kl"
+COMMON_FLAGS = "temperature", "projection", "uncommon_topk", "chunk_average", "reverse_kl"
 
 LOSSES: dict[str, LossSpec] = {
     "piece_kl": divergence_loss(losses.forward_kl, 6.3),
     "projection_kl": LossSpec(
         build_projection_kl, "projection",
-        ("temperature", "projection", "projection_topk", "projection_columns", "reverse_kl"),
+        ("temperature", "projection", "projection_topk", "projection_columns", "chunk_average",
+         "reverse_kl"),
         columns=True, truncated="softened", linear_unless="reverse_kl", live_copies=4.2),
     "gold": LossSpec(build_gold, "projection", COMMON_FLAGS, live_copies=6.4),
     "h_kl": LossSpec(

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 
 from isogloss.data.batch_types import TeacherBatch, weigh_positions
+from isogloss.job.counts import TermSums
 from isogloss.job.sequence_group import SequenceGroup, gather_halo
 from isogloss.losses import next_token_cross_entropy
 from isogloss.tiles import (
@@ -22,6 +23,9 @@ from isogloss.tiles import (
     weighted,
 )
 
+# What is counted beside the two losses has no weight: the part in rollouts is in the second.
+UNWEIGHTED = (0.0,) * (len(TermSums._fields) - 2)
+
 
 @dataclass
 class TeacherTarget:
@@ -29,7 +33,7 @@ class TeacherTarget:
 
     Attributes:
         logits: LogitsSource of its positions; of the kept columns where the loss keeps some.
-        loss_fn: see `loss_table.DistillationLoss`, for these columns.
+        loss_fn, is_observed: see `loss_table.DistillationLoss`, for these columns.
         confidence: (B,) float, how sure it is of each sample; None where nothing asks for it.
         bytes_per_token: memory that its logits occupy until the loss reads them.
         rollout_nats: (samples,) -log q of its tokens in the chunks of rollouts; None: there is no
@@ -41,6 +45,7 @@ class TeacherTarget:
     confidence: torch.Tensor | None
     bytes_per_token: float
     rollout_nats: torch.Tensor | None = None
+    is_observed: bool = False
 
 
 @dataclass
@@ -70,6 +75,8 @@ class LossTerms:
         parameters: what the loss trains beside the student's model.
         window: adds up the gradient of the head over the micro-batches of a step, or None.
         balance: `router.RouterBalance`, or None.
+        dump: is given, for each teacher, the (positions, losses) of `PairLoss.position_losses`; or
+            None.
     """
 
     ce_weight: float
@@ -79,6 +86,7 @@ class LossTerms:
     parameters: list = ()
     window: GradientWindow | None = None
     balance: object = None
+    dump: Callable | None = None
 
     def reduce(self, student_logits):
         return micro_batch_loss(student_logits, self)
@@ -113,57 +121,53 @@ def micro_batch_loss(student_logits, terms):
             StoredLogits, of the flattened (B * S) positions of this rank.
         terms: LossTerms.
     Returns:
-        (loss, sums): () with its gradient; (M, 3) sums of cross-entropy, distillation loss and its
-        part in rollouts for each teacher, in nats.  The first teacher's tiles carry the
-        cross-entropy: the text is learned once.
+        (loss, sums): () with its gradient; (M, 5) `TermSums` of each teacher.  The first teacher's
+        tiles carry the cross-entropy: the text is learned once.
     """
     if not terms.teachers:  # the text alone
-        weights = [terms.ce_weight, 0.0]
-        loss, sums = pair_loss(student_logits, None, None, terms.tiles, weights=weights,
-                               parameters=(), window=terms.window)
+        loss, sums = text_loss(student_logits, terms.tiles, terms.ce_weight, terms.window)
         return torch.stack([loss]).sum(), torch.stack([sums])
     sources = []
     parts = []
     for number, term in enumerate(terms.teachers):
         # hidden states of chunks that a sequence shard's border cuts
         source = gather_halo(student_logits, term.batch.halo_index, terms.sequence_group)
-        # the part in rollouts is counted in the second one already
-        weights = [0.0 if number else terms.ce_weight, term.weight, 0.0]
-        tile_loss = PairLoss(term.target.loss_fn, weights[:2])
+        weights = [0.0 if number else terms.ce_weight, term.weight, *UNWEIGHTED]
+        tile_loss = PairLoss(term.target.loss_fn, weights[:2], has_text=number == 0,
+                             is_observed=term.target.is_observed,
+                             position_losses=[] if terms.dump else None)
         sources.append(source)
         parts.append(LossPart(source.values, term.target.logits, tile_loss, term.batch.tiles,
                               weights))
     if isinstance(student_logits, HiddenLogits):
         # together: the gradient of the head exists once, however many teachers there are
         loss, sums = tiled_losses(student_logits.head, parts, terms.parameters, terms.window)
-        return loss, torch.stack(sums)
-    losses, sums = zip(*map(untiled_part, sources, parts))
-    return torch.stack(losses).sum(), torch.stack(sums)
+    else:
+        losses, sums = zip(*map(untiled_part, sources, parts))
+        loss = torch.stack(losses).sum()
+    if terms.dump:
+        terms.dump(list(map(position_losses, parts)))
+    return loss, torch.stack(sums)
 
 
 def untiled_part(source, part):
     return untiled_loss(source, part.teacher_logits, part.tile_loss, part.tiles, part.weights)
 
 
-def pair_loss(student_logits, teacher_logits, kd_loss, tiles, *, weights, parameters, window=None):
-    """Compute cross-entropy and distillation loss over some tiles.
+def text_loss(student_logits, tiles, weight, window=None):
+    """Compute the cross-entropy over some tiles; returns (loss, sums), see `micro_batch_loss`.
 
     Args:
         student_logits: HiddenLogits or StoredLogits.
-        teacher_logits: LogitsSource; None, with kd_loss None, for the cross-entropy alone.
-        weights: of the two; what has weight 0 is not computed.
-        parameters: what the loss trains beside the student's model.
         window: see LossTerms.
-    Returns:
-        (loss, sums): (), the weighted sum with its gradient, and (3,) sums, see `micro_batch_loss`.
     """
-    tile_loss = PairLoss(kd_loss, weights)
-    weights = [*weights, 0.0]  # the part in rollouts is counted already
+    weights = [weight, 0.0, *UNWEIGHTED]
+    tile_loss = PairLoss(None, weights[:2])
     if isinstance(student_logits, HiddenLogits):
-        part = LossPart(student_logits.hidden_TH, teacher_logits, tile_loss, tiles, weights)
-        loss, [sums] = tiled_losses(student_logits.head, [part], parameters, window)
+        part = LossPart(student_logits.hidden_TH, None, tile_loss, tiles, weights)
+        loss, [sums] = tiled_losses(student_logits.head, [part], (), window)
         return loss, sums
-    return untiled_loss(student_logits, teacher_logits, tile_loss, tiles, weights)
+    return untiled_loss(student_logits, None, tile_loss, tiles, weights)
 
 
 @dataclass
@@ -173,30 +177,77 @@ class PairLoss:
     Attributes:
         kd_loss: see `loss_table.DistillationLoss.loss_fn`; None: there is no teacher.
         weights: of cross-entropy and distillation loss; what has weight 0 is not computed.
+        has_text: the text is counted here, as with the first of several teachers.
+        is_observed: see `loss_table.DistillationLoss`.
+        position_losses: a list to which each sub-tile adds the (n,) distillation loss of the terms
+            that begin at each student position; None: nobody asks.
     """
 
     kd_loss: Callable | None
     weights: list
+    has_text: bool = True
+    is_observed: bool = False
+    position_losses: list | None = None
 
     def __call__(self, student, teacher, sub_tile):
-        """Return (3,) sums, see `micro_batch_loss`."""
+        """Return (5,) `TermSums`."""
         # half precision would round sums of thousands of terms
         zero = student.new_zeros((), dtype=torch.float32)
-        ce = zero
-        kd = zero
-        if self.weights[0] and not sub_tile.on_policy:
-            # Tiles hold labeled positions only, so no row has to be selected.
-            ce, _ = next_token_cross_entropy(
-                student[None], sub_tile.student_labels[None], select=False)
+        ce = kd = correct = agreed = zero
+        if self.has_text and not sub_tile.on_policy:
+            labels = sub_tile.student_labels
+            # not argmax, which takes a CPU twice as long
+            likely = student.detach().max(-1).indices
+            correct = (likely == labels).sum(dtype=torch.float32)
+            if self.weights[0]:
+                # Tiles hold labeled positions only, so no row has to be selected.
+                ce, _ = next_token_cross_entropy(student[None], labels[None], select=False)
         if self.kd_loss and self.weights[1]:
-            kd = self.kd_loss(student, teacher, sub_tile)
-        return torch.stack([ce, kd, kd.detach() if sub_tile.on_policy else zero])
+            agreement = Agreement()
+            kd = self._kd(student, teacher, sub_tile, *[agreement] * self.is_observed)
+            agreed = agreement.count if self.is_observed else zero
+        rollout_kd = kd.detach() if sub_tile.on_policy else zero
+        return torch.stack(TermSums(ce, kd, rollout_kd, correct, agreed))
+
+    def _kd(self, student, teacher, sub_tile, *observe):
+        """Return the distillation loss, and keep what it has of each position where asked to."""
+        if self.position_losses is None:
+            return self.kd_loss(student, teacher, sub_tile, *observe)
+        weight = sub_tile.weight
+        weight = student.new_ones(len(student)).float() if weight is None else weight.detach()
+        weight.requires_grad_()
+        with torch.enable_grad():
+            kd = self.kd_loss(student, teacher, sub_tile._replace(weight=weight), *observe)
+            # a sum of weighted terms is linear in their weights
+            [value] = torch.autograd.grad(kd, weight, retain_graph=True)
+        self.position_losses.append((value * weight).detach())
+        return kd
+
+
+class Agreement:
+    """Count the chunks of which two models find the same most likely; a `losses.Observer`.
+
+    Attributes:
+        count: (), after a call.
+    """
+
+    def __call__(self, student_CK, teacher_CK):
+        likely = [side.detach().max(-1).indices for side in (student_CK, teacher_CK)]
+        self.count = (likely[0] == likely[1]).sum(dtype=torch.float32)
+
+
+def position_losses(part):
+    """Return (student positions (N,), their distillation loss (N,)) of what a LossPart has kept."""
+    nothing = part.student_hidden.new_zeros(0)
+    positions = [tile.student_positions for tile in part.tiles]
+    kept = part.tile_loss.position_losses
+    return torch.cat([nothing.long(), *positions]), torch.cat([nothing.float(), *kept])
 
 
 def untiled_loss(student_logits, teacher_logits, tile_loss, tiles, weights):
     """Do what `tiled_loss` does with StoredLogits: autograd keeps whatever a loss makes of them."""
     # one term of the graph, also for a rank without a tile
-    sums = [student_logits.logits_TW[:0].float().sum().expand(3)]
+    sums = [student_logits.logits_TW[:0].float().sum().expand(len(TermSums._fields))]
     for tile in tiles:
         student = student_logits(tile.student_positions)
         for sub_tile in tile.sub_tiles:

@@ -33,12 +33,13 @@ def weighed_by_entropy(loss, kind, half_entropy):
         loss: DistillationLoss; kind: one of OF_ENTROPY.
         half_entropy: nats at which a term weighs 1/2, more than 0.
     """
-    def loss_fn(student_logits, teacher_logits, sub_tile):
+    def loss_fn(student_logits, teacher_logits, sub_tile, *observe):
         share_n = half_entropy / (half_entropy + chunk_entropy(teacher_logits, sub_tile))
         weight = share_n if kind == "sure" else 1 - share_n
         if sub_tile.weight is not None:
             weight = weight * sub_tile.weight
-        return loss.loss_fn(student_logits, teacher_logits, sub_tile._replace(weight=weight))
+        sub_tile = sub_tile._replace(weight=weight)
+        return loss.loss_fn(student_logits, teacher_logits, sub_tile, *observe)
 
     return replace(loss, loss_fn=loss_fn)
 

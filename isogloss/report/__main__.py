@@ -5,6 +5,7 @@
 Curves and tables come from metrics.jsonl, samples from samples.jsonl, the setting from run.json.
 Of the first run the student (--student, else its export) and its teacher read held-out rows again:
 each chunk of the text is colored by whom it surprises more, and says on hover what both expected.
+What cannot be read or loaded is left out of the page; a line and a note in its place say why.
 
 Tests: tests/test_report.py.
 """
@@ -12,20 +13,29 @@ Tests: tests/test_report.py.
 import base64
 import html
 import json
+import os
+import re
+import sys
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from isogloss.checkpoints.model_card import facts, flags_text, read_record, results_of, title
+from isogloss.command import check_output as check_writable
 from isogloss.config import configs_by_teacher
 from isogloss.curves import DEFAULT, available, panels_of, picture, read_run
-from isogloss.flags.parse import check_flags, check_output, flag
+from isogloss.flags.model_names import without_secrets
+from isogloss.flags.parse import check_flags, check_output, flag, line_about
+from isogloss.flags.terminal import one_line
 from isogloss.inputs import load_data
 from isogloss.integrations import FLAGS, Distillation
+from isogloss.job.files import write_atomically
+from isogloss.job.launch import silence_libraries
+from isogloss.models.pretrained import load_config, load_model
 from isogloss.plot import run_on_folders, short_names
+from isogloss.projection_tools.tokenizers import load_tokenizer, reason_of
 from isogloss.report.text import pieces_of
 
 FULL = 4.0  # bits of difference that have the full color
@@ -60,29 +70,79 @@ class Args:
                         "first run has exported.")
     rows: int = flag(3, "held-out rows to color. 0: none, and no model is loaded.", low=0, high=999)
     device: str = flag("auto", "of the models: cpu, cuda, or auto.")
+    trust_remote_code: bool = flag(False, "run Python code that comes with the models.")
 
     def __post_init__(self):
         check_flags(self)
+        if not re.fullmatch(r"auto|cpu|cuda(:\d{1,3})?", self.device):
+            raise ValueError(f"--device {self.device}: expected cpu, cuda or auto")
+        if self.device.startswith("cuda"):
+            number, count = int(self.device.partition(":")[2] or 0), torch.cuda.device_count()
+            if number >= count:
+                raise ValueError(f"--device {self.device}: there are {count} GPUs; use cpu or auto")
 
 
 def main(folders, args):
     """Write the page."""
+    silence_libraries()
     check_output(args.output)
-    runs = dict(zip(short_names(folders), map(read_run, folders)))
-    records = [read_record(folder, lines[-1]["step"])
-               for folder, lines in zip(folders, runs.values())]
-    first = records[0][1]
-    sections = [f"<h1>{html.escape(title(first))}</h1>", table_of_runs(runs),
-                curves(runs)]
-    if args.rows:
-        sections.append(colored_text(Path(folders[0]), first, args))
-    sections += [samples(Path(folders[0])), setting(*records[0], runs[next(iter(runs))])]
+    check_writable(Path(args.output))
+    if args.student and not is_model(args.student):
+        raise ValueError(f"--student {args.student}: no model there")
+    runs = dict(zip(short_names(folders), map(Path, folders)))
+    name, sections = sections_of(runs, args)
     page = ("<!doctype html><html lang=en><head><meta charset=utf-8>"
             '<meta name=viewport content="width=device-width, initial-scale=1">'
-            f"<title>{html.escape(title(first))}</title><style>{STYLE}</style></head><body>"
-            f"{''.join(sections)}</body></html>")
-    Path(args.output).write_text(page, encoding="utf-8")
+            f"<title>{html.escape(name)}</title><style>{STYLE}</style></head><body>"
+            f"<h1>{html.escape(name)}</h1>{''.join(sections)}</body></html>")
+    try:  # half of a surrogate pair, which JSON can say, is no text
+        write_atomically(Path(args.output), page.encode(errors="replace").decode())
+    except OSError as error:
+        raise ValueError(f"--output {args.output}: cannot be written ({error.strerror}); make "
+                         "room, or name another file") from None
     print(args.output)
+
+
+def sections_of(folders, args):
+    """Return (title of the page, list of its sections) of {name: folder of a run}."""
+    runs = {}
+    sections = []
+    for name, folder in folders.items():
+        runs[name] = []
+        try:
+            runs[name] = read_run(folder)
+        except ValueError as error:
+            if not any(folder.glob("run*.json")):  # it is no run
+                raise
+            sections.append(absent(f"results and curves of {name}", error))
+    sections += [part("table of results", table_of_runs, runs), part("curves", curves, runs)]
+    name, folder = next(iter(folders.items()))
+    step = runs[name][-1]["step"] if runs[name] else None
+    try:
+        record, cfg = read_record(folder, step)
+        name = title(cfg)
+    except ValueError as error:
+        sections.append(absent("setting and no text in colors", error))
+        return name, [*sections, part("samples", samples, folder)]
+    if args.rows:
+        sections.append(part("text in colors", colored_text, folder, cfg, args))
+    sections.append(part("samples", samples, folder))
+    return name, [*sections, part("setting", setting, record, cfg, step)]
+
+
+def part(what, make, *arguments):
+    """Return a part of the page; where it cannot be made, a note that says why, as a line does."""
+    try:
+        return make(*arguments)
+    except Exception as error:  # damaged files and models that do not load raise any type
+        return absent(what, error)
+
+
+def absent(what, error):
+    """Print why a part of the page is left out, and return a note of it."""
+    line = one_line(without_secrets(f"no {what}: {reason_of(error)}"))
+    print(line_about(line, "isogloss.report"), file=sys.stderr, flush=True)
+    return f"<p class=note>{html.escape(line[0].upper() + line[1:])}</p>"
 
 
 def table(rows):
@@ -123,12 +183,22 @@ def curves(runs):
 def samples(folder):
     """Return what the student wrote at the first and at the last evaluation."""
     path = folder / "samples.jsonl"
-    records = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    if path.exists() and not path.is_file():
+        raise ValueError(f"{path} is no file")
+    text = path.read_text("utf-8", "replace") if path.exists() else ""
+    lines = text[: text.rfind("\n") + 1].splitlines()  # a running job may write the last one
+    if sample_of(text[text.rfind("\n") + 1 :]):
+        lines.append(text[text.rfind("\n") + 1 :])
+    records = list(filter(None, map(sample_of, lines)))
+    parts = []
+    if len(records) < len(lines):
+        bad = len(lines) - len(records)
+        parts.append(absent(f"more samples than {len(records)}", ValueError(
+            f"{bad} of {len(lines)} lines of {path} are no samples of a run")))
     if not records:
-        return ""
-    steps = [record["step"] for record in records]
-    parts = ["<h2>What the student writes</h2>"]
-    for step in sorted({steps[0], steps[-1]}):
+        return "".join(parts)
+    parts.append("<h2>What the student writes</h2>")
+    for step in sorted({records[0]["step"], records[-1]["step"]}):
         parts.append(f"<h3>step {step}</h3>")
         for record in records:
             if record["step"] == step:
@@ -137,8 +207,18 @@ def samples(folder):
     return "".join(parts)
 
 
-def setting(record, cfg, lines):
-    rows = [["setting", ""], *facts(record, cfg, lines[-1]["step"])]
+def sample_of(line):
+    """Return a line of samples.jsonl as a dict; None: it is none."""
+    try:
+        record = json.loads(line)
+        kinds = type(record["step"]), type(record["prompt"]), type(record["text"])
+    except (ValueError, KeyError, TypeError, RecursionError):
+        return None
+    return record if kinds == (int, str, str) else None
+
+
+def setting(record, cfg, step):
+    rows = [["setting", ""], *facts(record, cfg, "?" if step is None else step)]
     return (f"<h2>Setting</h2>{table(rows)}<h3>Flags that differ from their defaults</h3>"
             f"<pre>{html.escape(flags_text(cfg).strip())}</pre>")
 
@@ -159,9 +239,11 @@ def colored_text(folder, cfg, args):
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
     flags = {name: getattr(its, name) for name in FLAGS - {"kd_weight", "ce_weight"}}
-    distillation = Distillation(
-        AutoTokenizer.from_pretrained(student), its.teacher, **flags)
-    model = AutoModelForCausalLM.from_pretrained(student, dtype="auto").to(device).eval()
+    (tokenizer, model), (teacher_tokenizer, teacher) = [
+        load(role, path, args.trust_remote_code)
+        for role, path in (("student", student), ("teacher", its.teacher))]
+    distillation = Distillation(tokenizer, teacher, teacher_tokenizer, **flags)
+    model.to(device).eval()
     data = load_data(cfg, distillation.student, {its.teacher: distillation.encoder})
     parts = ["<h2>Held-out text</h2><p>A chunk is text between two borders that both tokenizers "
              "share. <a style='background:rgba(217,119,6,.5)'>Orange</a>, or bold: it surprises "
@@ -174,15 +256,25 @@ def colored_text(folder, cfg, args):
     return "".join(parts)
 
 
+def load(role, path, trust_remote_code):
+    """Return (tokenizer, model), loaded and checked as by the job.
+
+    Raises:
+        ValueError: see `load_tokenizer`, `load_model`.
+    """
+    load_config(role, path, trust_remote_code)
+    tokenizer, _ = load_tokenizer(role, path, trust_remote_code)
+    return tokenizer, load_model(role, path, trust_remote_code, dtype="auto")
+
+
 def exported(folder, cfg, student):
     """Return the directory of a run's student, or None."""
-    found = [Path(student)] if student else [Path(cfg.export), *sorted(folder.glob("export_*"))]
-    for path in reversed(found):
-        if str(path) != "." and (path / "config.json").exists():
-            return str(path)
-    if student:
-        raise ValueError(f"--student {student}: no model there")
-    return None
+    found = [student] if student else [cfg.export, *map(str, sorted(folder.glob("export_*")))]
+    return next(filter(is_model, reversed(found)), None)
+
+
+def is_model(path):
+    return bool(path) and os.path.isfile(os.path.join(path, "config.json"))
 
 
 def colored(piece):

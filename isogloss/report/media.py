@@ -15,11 +15,13 @@ from pathlib import Path
 import torch
 
 from isogloss.flags.model_names import without_secrets
+from isogloss.flags.terminal import one_line
 from isogloss.job.rendezvous import values_of_ranks
 from isogloss.job.watch import print_line
 
 ROOT = Path(__file__).parents[2]
 LIMIT = 300  # seconds to write a page
+PROGRAM = "isogloss.report: "
 CURVES = re.compile(r"<h2>Curves</h2>.*?</div>", re.S)
 
 
@@ -61,11 +63,15 @@ def _page(cfg):
     torch.cuda.empty_cache()  # that process has the same GPU
     path = Path(cfg.output_dir) / "report.html"
     paths = {"PYTHONPATH": f"{ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"}
-    words = [sys.executable, "-m", "isogloss.report", cfg.output_dir, f"--output={path}"]
+    words = [sys.executable, "-m", "isogloss.report", cfg.output_dir, f"--output={path}",
+             f"--trust_remote_code={cfg.trust_remote_code}"]
     for rows in ([], ["--rows=0"]):
         try:
-            subprocess.run([*words, *rows], env=os.environ | paths, capture_output=True, text=True,
-                           timeout=LIMIT, check=True)
+            done = subprocess.run([*words, *rows], env=os.environ | paths, capture_output=True,
+                                  text=True, timeout=LIMIT, check=True)
+            for line in done.stderr.splitlines():  # what the page lacks
+                if line.startswith(PROGRAM):
+                    print_line(f"report: {line.removeprefix(PROGRAM)}")
             break
         except subprocess.SubprocessError as error:
             said = error.stderr if isinstance(error.stderr, str) else ""
@@ -73,5 +79,5 @@ def _page(cfg):
             if rows:
                 raise ChildProcessError(reason) from None
             print_line(f"the report has no text in colors ({reason})")
-    print(without_secrets(f"report in {path}"), file=sys.stderr, flush=True)
+    print(one_line(without_secrets(f"report in {path}")), file=sys.stderr, flush=True)
     return path.read_text(encoding="utf-8")

@@ -13,10 +13,14 @@ from typing import NamedTuple
 
 from isogloss.flags.parse import shipped
 from isogloss.flags.yaml_file import parse_json
-from isogloss.student.ds_values import check_values
+from isogloss.student.ds_values import (
+    BATCH_KEYS,
+    COMMENTS,
+    DEFAULTS,
+    check_values,
+    problems_of,
+)
 
-# In the order of the fields of BatchSizes.
-BATCH_KEYS = "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"
 # Keys that may change when a run resumes, because no gradient depends on them: where tensors are
 # held and how they are reduced, and what is reported.
 RESUMABLE_KEYS = """zero_optimization zero_allow_untested_optimizer zero_force_ds_cpu_optimizer
@@ -32,6 +36,7 @@ DS_KEYS = """train_batch_size train_micro_batch_size_per_gpu gradient_accumulati
     comms_logger csv_monitor tensorboard wandb comet aio compile tensor_parallel log_level
     graph_harvesting use_data_before_expert_parallelism hybrid_engine pipeline sparse_gradients
     timers""".split()
+MICRO_BATCH = 8  # that "auto" means where nothing says it, as in transformers
 # Elements of a communication bucket; fewer would hold less than one small layer (not tuned).
 MIN_BUCKET_ELEMENTS = 1 << 20
 
@@ -59,9 +64,10 @@ def read_ds_config(path):
     """Read a ds_config and check its top-level keys.
 
     Returns:
-        dict, as in the file.
+        dict, as in the file, its comments left out.
     Raises:
-        ValueError: no such file, not a JSON object, or a key that DeepSpeed would silently ignore.
+        ValueError: no such file, not a JSON object, or keys that DeepSpeed would silently ignore,
+            or that are not for distill.py; all of them are named.
     """
     if not Path(path).is_file():
         raise ValueError(f"--ds_config {path}: no such file; {ready_made()}")
@@ -75,13 +81,23 @@ def read_ds_config(path):
     if not isinstance(config, dict):
         raise ValueError(f"--ds_config {path}: expected a JSON object ({{...}}), got "
                          f"{type(config).__name__}; {ready_made()}")
+    config = {key: value for key, value in config.items() if not key.startswith(COMMENTS)}
+    problems = _unknown_keys(config) + problems_of(config)
+    if problems:
+        raise ValueError(f"--ds_config {path}: {'; '.join(problems)}")
+    check_values(config, path)
+    return config
+
+
+def _unknown_keys(config):
+    """Return [what to say of the top-level keys that DeepSpeed does not know], or []."""
+    names = []
     for key in config:
         if key not in DS_KEYS:
             nearest = difflib.get_close_matches(key, DS_KEYS, 1)
-            hint = f"; did you mean {nearest[0]!r}?" if nearest else ""
-            raise ValueError(f"--ds_config {path}: unknown key {key!r}{hint}")
-    check_values(config, path)
-    return config
+            names.append(f"{key!r}" + (f" (did you mean {nearest[0]!r}?)" if nearest else ""))
+    plural = "s" if len(names) > 1 else ""
+    return [f"unknown key{plural} {', '.join(names)}"] if names else []
 
 
 def resolve_ds_config(config, cfg, num_ranks, hidden_size, bf16, *, on_gpu=False,
@@ -97,8 +113,7 @@ def resolve_ds_config(config, cfg, num_ranks, hidden_size, bf16, *, on_gpu=False
         bf16: whether the device computes in bfloat16.
         on_gpu, compiles_adam: see `_choose_adam`.
     Raises:
-        ValueError: batch sizes or learning rates that contradict each other, or an "auto" that
-            nothing fills.
+        ValueError: batch sizes or learning rates that contradict each other.
     """
     config = copy.deepcopy(config)
     num_data_parallel = num_ranks // cfg.ranks_per_reader
@@ -113,18 +128,19 @@ def resolve_ds_config(config, cfg, num_ranks, hidden_size, bf16, *, on_gpu=False
     learning_rate = _resolve_learning_rate(config, cfg)
     if on_gpu:
         _choose_adam(config, compiles_adam)
-    auto_values = {
+    has_fp16 = config.get("fp16", {}).get("enabled") is True
+    auto_values = DEFAULTS | {
         "optimizer.params.lr": learning_rate,
         "scheduler.params.warmup_max_lr": learning_rate,
         **{f"scheduler.params.{key}": value for key, value in schedule_lengths(cfg).items()},
-        "bf16.enabled": bf16,
+        "bf16.enabled": bf16 and not has_fp16,
         # The next three follow the Hugging Face Trainer, apart from the lower bound.
         "zero_optimization.reduce_bucket_size": max(hidden_size**2, MIN_BUCKET_ELEMENTS),
         "zero_optimization.stage3_prefetch_bucket_size": max(
             int(0.9 * hidden_size**2), MIN_BUCKET_ELEMENTS),
         "zero_optimization.stage3_param_persistence_threshold": 10 * hidden_size,
     }
-    _fill_auto(config, auto_values, cfg.ds_config)
+    _fill_auto(config, auto_values)
     return config
 
 
@@ -166,18 +182,13 @@ def _choose_adam(config, compiles_adam):
         params["fused"] = True
 
 
-def _fill_auto(section, auto_values, path, prefix=""):
+def _fill_auto(section, auto_values, prefix=""):
     """Replace every "auto" and `~` of a section, and of the sections inside it, in place."""
     for key, value in section.items():
         name = prefix + key
         if isinstance(value, dict):
-            _fill_auto(value, auto_values, path, f"{name}.")
+            _fill_auto(value, auto_values, f"{name}.")
         elif value == "auto":
-            if name not in auto_values:
-                raise ValueError(
-                    f'--ds_config {path}: {name} is "auto", which is filled only in '
-                    f"{', '.join(auto_values)} and the batch sizes; write a value"
-                )
             section[key] = auto_values[name]
         elif isinstance(value, str) and value.startswith("~/"):  # DeepSpeed would make a folder `~`
             section[key] = os.path.expanduser(value)
@@ -185,6 +196,8 @@ def _fill_auto(section, auto_values, path, prefix=""):
 
 def batch_sizes(config, num_ranks, path):
     """Fill in the batch sizes: any two keys give the third, and either of the first two is enough.
+
+    Where one of these is "auto" and none a number, the second one is MICRO_BATCH.
 
     Args:
         config: dict of `read_ds_config`; a batch key may be "auto" or left out.
@@ -207,8 +220,11 @@ def batch_sizes(config, num_ranks, path):
         stated.append(value)
     total, micro, steps = stated
     if total is None and micro is None:
-        raise ValueError(f"--ds_config {path}: has neither train_batch_size nor "
-                         "train_micro_batch_size_per_gpu; give one of them")
+        if "auto" in (config.get(key) for key in BATCH_KEYS[:2]):
+            micro = MICRO_BATCH
+        else:
+            raise ValueError(f"--ds_config {path}: has neither train_batch_size nor "
+                             "train_micro_batch_size_per_gpu; give one of them")
     if total is None:
         return BatchSizes(micro * (steps or 1) * num_ranks, micro, steps or 1)
 

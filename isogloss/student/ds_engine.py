@@ -63,9 +63,11 @@ def check_with_deepspeed(config, path, num_data_parallel=None):
 
 def _reason(error):
     if isinstance(error, pydantic.ValidationError):
-        first = error.errors()[0]
-        place = ".".join(str(part) for part in first["loc"])
-        return f"{error.title} {place}: {first['msg']} (got {first['input']!r:.60})"
+        reasons = []
+        for each in error.errors():
+            place = ".".join(map(str, each["loc"]))
+            reasons.append(f"{place}: {each['msg']} (got {each['input']!r:.60})")
+        return f"{error.title} {'; '.join(reasons)}"
     lines = str(error).strip().splitlines()
     return lines[0] if lines else type(error).__name__
 

@@ -6,6 +6,8 @@ torch.  Tests: tests/test_ds_config.py, tests/test_wrong_flags.py.
 
 import math
 
+# In the order of the fields of `ds_config.BatchSizes`.
+BATCH_KEYS = "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"
 SECTIONS = set("""optimizer scheduler fp16 bf16 torch_autocast data_types zero_optimization
     activation_checkpointing flops_profiler comms_logger csv_monitor tensorboard wandb comet aio
     compile checkpoint timers""".split())
@@ -57,13 +59,55 @@ ONLY_VALUE = {
     "zero_optimization.compute_grad_norm": (True, "gradients could not be clipped, nor checked"),
     "bf16.check_grad_overflow": (True, "a gradient that is not finite would be applied"),
 }
+# What transformers' TrainingArguments and accelerate (5.23, 1.15) fill in place of "auto".
+DEFAULTS = {
+    "gradient_clipping": 1.0,
+    "optimizer.params.betas": [0.9, 0.999],
+    "optimizer.params.eps": 1e-8,
+    "optimizer.params.weight_decay": 0.0,
+    "scheduler.params.warmup_min_lr": 0.0,
+    "fp16.enabled": False,
+    "zero_optimization.stage3_gather_16bit_weights_on_model_save": False,
+}
+# The other keys that may be "auto", beside the batch sizes.
+FILLED = ("optimizer.params.lr", "scheduler.params.warmup_max_lr",
+          "scheduler.params.total_num_steps", "scheduler.params.warmup_num_steps", "bf16.enabled",
+          "zero_optimization.reduce_bucket_size", "zero_optimization.stage3_prefetch_bucket_size",
+          "zero_optimization.stage3_param_persistence_threshold")
+COMMENTS = "_", "//"  # how keys of a file begin that say something to people alone
+
+
+def problems_of(config):
+    """List what to say of the keys of a ds_config that are not for distill.py."""
+    problems = []
+    for name, advice in REFUSED.items():
+        value = _value_of(config, name)
+        if value is not None and value is not False:
+            problems.append(f"{name} is not for distill.py: {advice}")
+    unfilled = [name for name in _autos(config) if name not in (*DEFAULTS, *FILLED)]
+    if unfilled:
+        problems.append(f'{", ".join(unfilled)} {"is" if len(unfilled) == 1 else "are"} "auto", '
+                        f"which is filled only in {', '.join((*FILLED, *DEFAULTS))} and the batch "
+                        "sizes; write a value")
+    return problems
+
+
+def _autos(section, prefix=""):
+    """List the dotted names of what is "auto" in a section, batch sizes apart."""
+    names = []
+    for key, value in section.items():
+        if isinstance(value, dict):
+            names += _autos(value, f"{prefix}{key}.")
+        elif value == "auto" and prefix + key not in BATCH_KEYS:
+            names.append(prefix + key)
+    return names
 
 
 def check_values(config, path):
     """Check the kind of every value of a ds_config, "auto" aside.
 
     Raises:
-        ValueError: a value of the wrong kind, or a key that is refused.
+        ValueError: a value of the wrong kind, or one with which gradients would be others.
     """
     _check_numbers(config, path, "")
     for key, value in config.items():
@@ -94,7 +138,11 @@ def check_values(config, path):
         value = _value_of(config, name)
         if isinstance(value, (int, float)) and value > high:
             raise ValueError(f"--ds_config {path}: {name} is {value}, expected {high} or less")
-    _check_refused(config, path)
+    for name, (expected, reason) in ONLY_VALUE.items():
+        value = _value_of(config, name)
+        if value is not None and value != expected:
+            raise ValueError(f"--ds_config {path}: {name} is {value!r}, expected {expected!r}: "
+                             f"else {reason}")
 
 
 def _check_numbers(value, path, name):
@@ -124,24 +172,12 @@ def _is_number_or_truth(text):
 
 def _check_number(config, key, path, low):
     value = config.get(key, low)
-    if value == "auto":  # refused where autos are filled, with what may be one
+    if value == "auto":
         return
     is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
     if not is_number or value < low:
         raise ValueError(f"--ds_config {path}: {key} is {value!r}, expected a number of {low} or "
                          "more")
-
-
-def _check_refused(config, path):
-    for name, advice in REFUSED.items():
-        value = _value_of(config, name)
-        if value is not None and value is not False:
-            raise ValueError(f"--ds_config {path}: {name} is not for distill.py: {advice}")
-    for name, (expected, reason) in ONLY_VALUE.items():
-        value = _value_of(config, name)
-        if value is not None and value != expected:
-            raise ValueError(f"--ds_config {path}: {name} is {value!r}, expected {expected!r}: "
-                             f"else {reason}")
 
 
 def _value_of(config, name):

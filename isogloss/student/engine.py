@@ -172,7 +172,7 @@ class StudentRunner(Protocol):
             micro_batches: Batches on the device.
             terms: LossTerms of each, where this rank computes the loss.
         Returns:
-            (sums, norm): (M, 3) over this rank's micro-batches, see `objective.micro_batch_loss`;
+            (sums, norm): (M, 5) over this rank's micro-batches, see `objective.micro_batch_loss`;
             the gradient's norm where the engine reports none.
         """
 

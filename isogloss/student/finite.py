@@ -91,8 +91,7 @@ class BadSteps:
         The losses are read if it was skipped; the host then waits for the device.
 
         Args:
-            sums: `transfers.Readback` of the global [cross-entropy, distillation loss, ...] of
-                every teacher, nats.
+            sums: `transfers.Readback` of the global `counts.TermSums` of every teacher.
             teachers: their names.
         """
         if engine.was_step_applied():  # so the gradient is finite, and with it every loss

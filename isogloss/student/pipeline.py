@@ -19,7 +19,7 @@ from deepspeed.runtime.pipe import schedule
 from deepspeed.runtime.pipe.module import PipelineModule
 from deepspeed.runtime.pipe.topology import ProcessTopology
 
-from isogloss.job.counts import global_sums
+from isogloss.job.counts import TermSums, global_sums
 from isogloss.job.rendezvous import values_of_ranks
 from isogloss.models.pretrained import load_model
 from isogloss.student.engine import (
@@ -234,7 +234,7 @@ class PipelineRunner:
         if self.computes_loss:
             return torch.stack(module.results).sum(0), 0.0
         rows = max(len(micro_batches[0].teachers), 1)
-        return torch.zeros(rows, 3, device=self.engine.device), 0.0
+        return torch.zeros(rows, len(TermSums._fields), device=self.engine.device), 0.0
 
     def _begin(self, terms):
         self.engine.reset_activation_shape()  # training and evaluations have buffers of their own

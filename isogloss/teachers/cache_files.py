@@ -17,6 +17,9 @@ Shapes: N positions of a shard, K kept tokens, L log2 of the vocabulary.
 
 import hashlib
 import json
+import os
+import zlib
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, fields
 from functools import lru_cache
 from pathlib import Path
@@ -31,6 +34,14 @@ from isogloss.errors import DataError
 from isogloss.job.files import scratch_of, size_and_checksum, sync, write_atomically
 from isogloss.projection_tools.tokenizers import reason_of
 from isogloss.teachers import packed_rows
+from isogloss.teachers.cache_checks import (
+    LOW_BITS,
+    check_file,
+    check_ids,
+    check_index,
+    check_manifest,
+    read_bounded,
+)
 from isogloss.teachers.text_scores import ScoredLogits, TextScores
 from isogloss.tiles import TopKLogits
 
@@ -47,7 +58,6 @@ TEACHER = "teacher"
 OF_TEXTS = "keys", "starts", "tokens", "order", "packed", "packed_starts"
 SERVED = "served"  # dtype of a teacher of which a server answered
 LOGP_STEPS = 1024  # a log-probability in 16 bits is a multiple of 1 / 1024 nat, from -64 to 0
-LOW_BITS = 16  # of an id are stored together, the others bit by bit
 
 
 # --- numbers in few bits --------------------------------------------------------------------------
@@ -134,6 +144,8 @@ def scored_logits(columns, labels_N, vocab, plain=False):
     Args:
         labels_N: (N,) int64, the token that each position predicts.
         plain: the rest is wanted at temperature 1.
+    Raises:
+        ValueError: a token is beyond the vocabulary.
     """
     label_N1 = labels_N[:, None].int()
     if "label_logp" in columns:  # they were packed; the label fills what is free
@@ -145,6 +157,7 @@ def scored_logits(columns, labels_N, vocab, plain=False):
         total = columns["total"]
         scores = TextScores.unpacked(columns["scores"])
         ids_NK = unpack_ids(columns["low"], columns["high"])
+    check_ids(ids_NK, vocab)
     logp_NK = columns["logp"]
     if logp_NK.dtype == torch.uint16:
         logp_NK = unpack_logp(logp_NK)
@@ -239,21 +252,20 @@ class Manifest:
         """
         path = Path(folder) / MANIFEST
         try:
-            plain = json.loads(path.read_text(encoding="utf-8"))
+            plain = dict(json.loads(read_bounded(path)))
+            if plain.get("format") == 1:
+                plain = {"sampled": False, "seed": 0} | plain
+            plain = {"date": ""} | plain  # which earlier versions did not write
+            check_manifest(plain, cls)
+            if plain["format"] not in READABLE:
+                raise ValueError(f"format {plain['format']}")
         except OSError:
             raise ValueError(f"--{flag} {folder}: no {MANIFEST} there; expected a folder that "
                              "python -m isogloss.cache has written") from None
-        except (ValueError, RecursionError):
-            plain = None
-        names = {entry.name for entry in fields(cls)}
-        if isinstance(plain, dict) and plain.get("format") == 1:
-            plain = {"sampled": False, "seed": 0} | plain
-        if isinstance(plain, dict):
-            plain = {"date": ""} | plain  # which earlier versions did not write
-        is_readable = isinstance(plain, dict) and plain.get("format") in READABLE
-        if not is_readable or set(plain) != names:
+        except (ValueError, TypeError, RecursionError) as error:
             raise ValueError(f"--{flag} {folder}: its {MANIFEST} is damaged, or of another version "
-                             f"(expected format {FORMAT}); write the cache anew")
+                             f"({reason_of(error)}; expected format {FORMAT}); write the cache "
+                             "anew") from None
         return cls(**plain)
 
     def difference(self, other):
@@ -439,7 +451,10 @@ class CacheReader:
     def __init__(self, folder):
         self.folder = Path(folder)
         self.manifest = open_cache(folder)
-        index = read_tensors(self.folder / INDEX)
+        path = self.folder / INDEX
+        with reading_cache(path):
+            index = load_file(path)
+            check_index(index, self.manifest)
         self.keys = index["keys"].numpy()
         self.shard = index["shard"].numpy()
         self.start = index["start"].numpy()
@@ -463,41 +478,49 @@ class CacheReader:
 
     def tokens(self, place):
         """Return (positions + 1,) int32: what each position of a text reads, and the last label."""
+        file, path = self._shard(place)
         first = int(self.start[place]) + int(self.text[place])
-        return self._shard(place).get_slice("tokens")[first : first + int(self.size[place]) + 1]
+        size = int(self.size[place])
+        with reading_cache(path):
+            tokens = file.get_slice("tokens")[first : first + size + 1]
+            if len(tokens) != size + 1:
+                raise ValueError(f"{len(tokens)} tokens of a text, expected {size + 1}")
+        return tokens
 
     def columns(self, place, num_positions):
         """Return the tensors of the first positions of a text, as the shard holds them."""
-        file = self._shard(place)
+        file, path = self._shard(place)
         first = int(self.start[place])
         columns = {}
-        for name in file.keys():
-            if name not in OF_TEXTS:
-                columns[name] = file.get_slice(name)[first : first + num_positions]
-        if self.manifest.logp_bits == PACKED_BITS:
-            columns |= self._unpacked(place, num_positions)
+        with reading_cache(path):
+            for name in file.keys():
+                if name not in OF_TEXTS:
+                    columns[name] = file.get_slice(name)[first : first + num_positions]
+            if self.manifest.logp_bits == PACKED_BITS:
+                columns |= self._unpacked(file, place, num_positions)
+            sizes = {len(values) for values in columns.values()}
+            if sizes != {num_positions}:
+                raise ValueError(f"{sizes} positions of a text, expected {num_positions}")
         return columns
 
-    def _unpacked(self, place, num_positions):
+    def _unpacked(self, file, place, num_positions):
         number = int(self.shard[place])
-        file = self._shard(place)
         if number not in self.orders:
             self.orders[number] = file.get_tensor("order")
         text = int(self.text[place])
         first, last = file.get_slice("packed_starts")[text : text + 2].tolist()
-        ids, logp = packed_rows.unpack(file.get_slice("packed")[first:last], self.orders[number],
-                                       int(self.size[place]), self.manifest.top_k)
-        return {"ids": ids[:num_positions], "logp": logp[:num_positions]}
+        ids, logp = packed_rows.unpack(
+            file.get_slice("packed")[first:last], self.orders[number], int(self.size[place]),
+            self.manifest.top_k, num_positions)
+        return {"ids": ids, "logp": logp}
 
     def _shard(self, place):
         number = int(self.shard[place])
         if number not in self.shards:
             # it maps the file; pages are read when they are needed
             path = self.folder / shard_name(number)
-            try:
-                self.shards[number] = safe_open(path, "pt")
-            except (OSError, SafetensorError) as error:
-                raise DataError(f"--{FLAG} {path}: cannot be read ({error})") from None
+            with reading_cache(path):
+                self.shards[number] = safe_open(path, "pt"), path
         return self.shards[number]
 
 
@@ -508,12 +531,14 @@ def open_cache(folder):
         ValueError: what is wrong with it.
     """
     manifest = Manifest.read(FLAG, folder)
-    if not manifest.files:
+    needed = [INDEX, HEAD][: 1 + (manifest.output == "hidden")]
+    needed += map(shard_name, range(min(manifest.num_shards, len(manifest.files))))
+    if manifest.num_shards >= len(manifest.files) or not manifest.files.keys() >= set(needed):
         raise ValueError(f"--{FLAG} {folder}: is not complete; the command that began it goes on "
                          "where it ended")
     for name, (size, _) in manifest.files.items():
-        path = Path(folder) / name
-        actual = path.stat().st_size if path.is_file() else None
+        path = os.path.join(folder, name)  # pathlib raises for names that are too long
+        actual = os.path.getsize(path) if os.path.isfile(path) else None
         if actual != size:
             what = "is missing" if actual is None else f"has {actual} bytes, expected {size}"
             raise ValueError(f"--{FLAG} {folder}: {name} {what}; delete it and run the command "
@@ -531,15 +556,15 @@ def check_contents(folder, manifest, names):
         if size_and_checksum(Path(folder) / name) != manifest.files[name]:
             raise ValueError(f"--{FLAG} {folder}: {name} is damaged, its checksum is another one; "
                              "delete it and run the command that wrote the cache again")
+        with reading_cache(Path(folder) / name):
+            check_file(folder, manifest, name)
 
 
-def read_tensors(path):
-    """Return {name: tensor} of a safetensors file.
-
-    Raises:
-        ValueError: it cannot be read.
-    """
+@contextmanager
+def reading_cache(path):
+    """Turn what is wrong with a file, in a block that reads it, into a DataError that names it."""
     try:
-        return load_file(path)
-    except (OSError, SafetensorError) as error:
-        raise ValueError(f"--{FLAG} {path}: cannot be read ({error})") from None
+        yield
+    except (OSError, SafetensorError, ValueError, zlib.error) as error:
+        raise DataError(f"--{FLAG} {path}: cannot be read, or is no file of a cache "
+                        f"({reason_of(error)})") from None

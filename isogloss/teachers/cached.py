@@ -12,6 +12,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from safetensors.torch import load_file
 
 from isogloss.align import fingerprint
 from isogloss.data.turns import DATE
@@ -26,7 +27,7 @@ from isogloss.teachers.cache_files import (
     check_contents,
     local_cache,
     open_cache,
-    read_tensors,
+    reading_cache,
     scored_logits,
 )
 from isogloss.teachers.kept_tokens import estimated, without_draws
@@ -241,7 +242,8 @@ class CachedTeacher(TeacherSource):
 
     def _scored(self, columns, labels_N):
         """Return the ScoredLogits of some positions, as the loss reads them."""
-        scored = scored_logits(columns, labels_N, self.spec.vocab, self.is_plain)
+        with reading_cache(self.folder):
+            scored = scored_logits(columns, labels_N, self.spec.vocab, self.is_plain)
         if not self.manifest.sampled:
             return scored
         if self.spec.reads_draws:
@@ -270,7 +272,10 @@ class CachedTeacher(TeacherSource):
 
 def load_head(folder, spec):
     """Return the Head of a cache of hidden states, on the spec's device."""
-    tensors = read_tensors(folder / HEAD)
+    with reading_cache(folder / HEAD):
+        tensors = load_file(folder / HEAD)
+        if len(tensors["weight"]) < spec.vocab:
+            raise ValueError(f"a head of {len(tensors['weight'])} tokens, expected {spec.vocab}")
     scale, softcap = tensors["numbers"].tolist()
     bias = tensors.get("bias")
     return Head(

@@ -6,8 +6,6 @@ ranks that share them together; every one of these ends up with all hidden state
 
 import contextlib
 import io
-import json
-import tempfile
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import ClassVar
@@ -510,7 +508,7 @@ def load_replicated(spec):
 def load_tensor_parallel(spec):
     """Shard a model over neighboring ranks by DeepSpeed's inference engine."""
     replica = Replica(spec.degree)
-    config = _config(spec)
+    config = pretrained.config_of_weights("teacher", spec.path, spec.trust_remote_code)
     with contextlib.ExitStack() as stack:
         # DeepSpeed prints every layer that it shards
         stack.enter_context(contextlib.redirect_stdout(io.StringIO()))
@@ -543,9 +541,7 @@ def _shard_while_loading(spec, config, replica, stack):
             config, dtype=dtype, trust_remote_code=spec.trust_remote_code,
             **pretrained.attention_options(spec.attention))
     names = [file.name for file in _weight_files(folder)]
-    file = stack.enter_context(tempfile.NamedTemporaryFile("w", suffix=".json"))
-    file.write(json.dumps({"type": "ds_model", "checkpoints": names, "version": 1.0}))
-    file.flush()
+    checkpoint = {"type": "ds_model", "checkpoints": names, "version": 1.0}
     # all norms: DeepSpeed skips those that are not on its list (its issue 8447)
     stack.enter_context(mock.patch.object(auto_tp.Loading, "is_load_module", _is_loaded))
     # the head stays whole, because a tile of logits needs all of its columns
@@ -554,7 +550,7 @@ def _shard_while_loading(spec, config, replica, stack):
     weight, bias = _once_per_node(lambda: _read_layer(folder, name, dtype), spec.device)
     tensor_parallel = {"tp_size": spec.degree, "mpu": replica, "tp_group": replica.group}
     engine = deepspeed.init_inference(
-        model, tensor_parallel=tensor_parallel, dtype=dtype, checkpoint=file.name,
+        model, tensor_parallel=tensor_parallel, dtype=dtype, checkpoint=checkpoint,
         base_dir=str(folder),
         keep_module_on_host=spec.dtype == "fp8")  # `to_float8` moves it layer by layer
     return engine.module, weight, bias

@@ -32,7 +32,7 @@ class OwnSpec(ModelSpec):
 
     @classmethod
     def takes(cls, cfg):
-        return cfg.teacher_ema < 1
+        return cfg.teacher_ema < 1 and not cfg.teachers  # whose entries are asked one by one
 
     @classmethod
     def check(cls, cfg):

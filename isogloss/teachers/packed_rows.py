@@ -17,6 +17,7 @@ import torch
 STEPS = 2**14  # of probability 1; docs/caches.md says what they change
 EXTRA = 2  # weight of what a token is relevant beyond its probability; docs/caches.md, too
 SHIFTED = 24  # bits of the number of steps, below the shift
+MOST_NUMBERS = 2**26  # of a text, 256 each of 262,144 positions: a few bytes may stand for far more
 
 
 def steps_of(logp_NK, factor_NK):
@@ -59,20 +60,33 @@ def pack(ids_NK, steps_NK, order_W):
     return torch.frombuffer(bytearray(packed), dtype=torch.uint8)
 
 
-def unpack(packed, order_W, num_positions, num_entries):
+def unpack(packed, order_W, num_positions, num_entries, num_wanted=None):
     """Return (N, K) int32 ids and float32 log-probabilities of what `pack` made.
 
     Entries that are free have the id -1.
+
+    Args:
+        num_wanted: N, the first ones of all positions of the text; None: all.
+    Raises:
+        ValueError, zlib.error: it made something else.
     """
-    gaps, left = _unsqueezed(packed.numpy().tobytes())
-    steps, _ = _unsqueezed(left)
+    most = min(num_positions * num_entries, MOST_NUMBERS)
+    gaps, left = _unsqueezed(packed.numpy().tobytes(), most)
+    steps, _ = _unsqueezed(left, most)
     row, place = np.divmod(gaps.cumsum(), len(order_W))
+    if len(steps) != len(gaps) or (len(row) and row[-1] >= num_positions):
+        raise ValueError("packed tokens of other positions")
     counts_N = np.bincount(row, minlength=num_positions)
     entry = np.arange(len(row)) - np.repeat(counts_N.cumsum() - counts_N, counts_N)
-    ids_NK = np.full((num_positions, num_entries), -1, np.int32)
-    logp_NK = np.full((num_positions, num_entries), -np.inf, np.float32)
-    ids_NK[row, entry] = order_W.numpy()[place]
-    logp_NK[row, entry] = logp_of(steps)
+    if (entry >= num_entries).any():
+        raise ValueError(f"more than {num_entries} packed tokens of a position")
+    shape = num_positions if num_wanted is None else num_wanted, num_entries
+    ids_NK = np.full(shape, -1, np.int32)
+    logp_NK = np.full(shape, -np.inf, np.float32)
+    is_wanted = row < shape[0]
+    cells = row[is_wanted], entry[is_wanted]
+    ids_NK[cells] = order_W.numpy()[place[is_wanted]]
+    logp_NK[cells] = logp_of(steps[is_wanted])
     return torch.from_numpy(ids_NK), torch.from_numpy(logp_NK)
 
 
@@ -84,8 +98,11 @@ def _squeezed(numbers):
     return stream.compress(planes.tobytes()) + stream.flush()
 
 
-def _unsqueezed(squeezed):
-    """Return int64 numbers, and the bytes behind them."""
+def _unsqueezed(squeezed, most):
+    """Return at most so many int64 numbers, and the bytes behind them."""
     stream = zlib.decompressobj()
-    planes = np.frombuffer(stream.decompress(squeezed), np.uint8).reshape(4, -1)
+    planes = np.frombuffer(stream.decompress(squeezed, 4 * most + 1), np.uint8)
+    if not stream.eof:
+        raise ValueError(f"more than {most} packed numbers, or they are cut off")
+    planes = planes.reshape(4, -1)
     return np.ascontiguousarray(planes.T).view("<u4")[:, 0].astype(np.int64), stream.unused_data

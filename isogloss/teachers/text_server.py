@@ -37,7 +37,7 @@ import aiohttp
 import numpy as np
 
 from isogloss.errors import DataError
-from isogloss.flags.parse import one_line
+from isogloss.flags.terminal import one_line
 
 KEY_VARIABLE = "TEACHER_API_KEY"
 FIRST_PAUSE = 0.5  # seconds before the second try; each later pause is twice as long

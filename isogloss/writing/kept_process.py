@@ -1,14 +1,15 @@
-"""Run a command that leaves nothing behind: python kept_process.py PARENT WORD ...
+"""Run a command that leaves nothing behind: python kept_process.py PARENT FOLDER WORD ...
 
 When the process PARENT ends, however that happens, when this process is asked to end, and when the
 command ends, all that the command has started is killed, also what has made a session of its own:
-orphans fall to this process.  When this process is killed, the command is.
+orphans fall to this process.  Then FOLDER is removed.  When this process is killed, the command is.
 
 Needs the standard library and Linux.  Tests: tests/test_writer_process.py.
 """
 
 import ctypes
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -49,13 +50,13 @@ def kill_all():
             os.waitpid(child, 0)
 
 
-def main(parent, *words):
+def main(parent, folder, *words):
     prctl(PR_SET_CHILD_SUBREAPER, 1)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
-    if os.getppid() != int(parent):  # it has ended before the call
-        return
     try:
+        if os.getppid() != int(parent):  # it has ended before the call
+            return
         command = subprocess.Popen(words, preexec_fn=end_with_this_process)
         nothing = os.open(os.devnull, os.O_RDWR)
         for descriptor in (0, 1):  # the pipes are the command's
@@ -64,6 +65,7 @@ def main(parent, *words):
     finally:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         kill_all()
+        shutil.rmtree(folder, ignore_errors=True)
     sys.exit(code if code >= 0 else 128 - code)
 
 

@@ -290,10 +290,20 @@ class Writer:
         return [by_key[key] for key in sorted(by_key)]
 
     def load_state(self, plain):
-        """Restore what `state` returned."""
+        """Restore what `state` returned.
+
+        Raises:
+            ValueError: of a rollout its log-probabilities are not those of this run's draws.
+        """
         self.is_restored = True
         for entry in plain:
             rollout = Rollout.from_plain(entry["rollout"])
+            if rollout.temperature != self.cfg.rollout_temperature:
+                raise ValueError(
+                    f"--rollout_temperature {self.cfg.rollout_temperature}: the checkpoint's "
+                    "rollouts say log-probabilities at temperature "
+                    f"{rollout.temperature}, as older versions did, so what they weigh is not "
+                    "known; begin anew with --resume never")
             route = ... if entry["route"] is None else entry["route"][0]
             example = WrittenExample(rollout, route)
             age = entry.get("age", 0)
@@ -388,10 +398,11 @@ class Writer:
             metrics, equal on every rank.
         """
         student = batches[0].student
-        logp_BS = current_logp(self.runner, student)
+        logp_BS = current_logp(self.cfg, self.runner, student)
         difference = torch.zeros(0, device=self.device)
         if student.logp is not None and logp_BS is not None:
-            is_written = ~student.logp.isnan()
+            # what rounding leaves out of today's --rollout_top_p is not compared
+            is_written = ~student.logp.isnan() & (logp_BS != -torch.inf)
             difference = (logp_BS - student.logp)[is_written].abs()
         totals = global_sums([float(difference.sum()), difference.numel()]).tolist()
         largest = difference.max() if difference.numel() else torch.zeros((), device=self.device)
@@ -540,6 +551,7 @@ def record_of(rollout, teacher_nats):
     return {
         "copy": rollout.prompt.key[1], "prompt": rollout.prompt.text,
         "text": rollout.text, "ids": rollout.ids.tolist(), "ended": rollout.ended,
+        "temperature": rollout.temperature, "top_p": rollout.top_p,
         "student_nats_per_byte": -float(rollout.logp.sum()) / num_bytes,
         "teacher_nats_per_byte": per_byte,
     }

@@ -15,24 +15,26 @@ from isogloss.job.counts import Sums, mean_of
 from isogloss.job.sequence_group import halo_values
 from isogloss.losses import at_least_float32
 from isogloss.policy_losses import prefix_ratio
+from isogloss.rollout import drawn_logp
 from isogloss.targets import without_gradient
 from isogloss.teachers.protocol import BLOCK
 
 
-def label_logp(labels_BS, student_logits):
-    """Return (B, S) float32, the log-probability of each label, 0 where there is none."""
+def label_logp(cfg, labels_BS, student_logits):
+    """Return (B, S) float32, the log-probability of each label where it would be drawn, else 0."""
     labels = labels_BS.flatten()
     logp = torch.zeros(len(labels), device=labels.device)
     positions = (labels >= 0).nonzero().squeeze(1)
     for block in positions.split(BLOCK):
-        logp_NV = at_least_float32(student_logits(block)).log_softmax(-1)
+        logp_NV = drawn_logp(at_least_float32(student_logits(block)).log_softmax(-1),
+                             cfg.rollout_temperature, cfg.rollout_top_p)
         logp[block] = logp_NV.gather(1, labels[block][:, None]).squeeze(1).float()
     return logp.view_as(labels_BS)
 
 
-def current_logp(student, batch):
+def current_logp(cfg, student, batch):
     """Return the `label_logp` of a StudentBatch by today's weights; see `without_gradient`."""
-    return without_gradient(student, batch, partial(label_logp, batch.labels))
+    return without_gradient(student, batch, partial(label_logp, cfg, batch.labels))
 
 
 @dataclass
@@ -63,7 +65,7 @@ def weigh_by_ratio(cfg, student, batches, sequence_group):
     sums = RatioSums()
     largest = 0.0
     for batch in batches:
-        logp_BS = current_logp(student, batch.student)
+        logp_BS = current_logp(cfg, student, batch.student)
         if batch.student.logp is None or logp_BS is None:
             continue
         ratio_BS, largest_here = rollout_ratio(cfg, batch, logp_BS, sequence_group, sums)

@@ -9,12 +9,15 @@ JSON through its standard input and output, in token ids, never in text:
     {"do": "refresh"}                                                -> {"done": number of weights}
     {"do": "write", "prompts": [{"ids": [...], "key": [...], "max_new_tokens": 128}, ...],
      "stop_ids": [...], "vocab": 32000, "temperature": 1.0, "top_p": 1.0}
-                  -> {"completions": [{"ids": [...], "logp": [...], "ended": true}, ...]}
+                  -> {"completions": [{"ids": [...], "logp": [...], "ended": true,
+                                       "temperature": 1.0, "top_p": 1.0}, ...]}
 
-Anything it cannot do it answers by {"error": line}.  The weights lie in memory that both processes
-see (ipc.py: CUDA IPC, shared memory on a CPU).  Before every refresh the job has written the new
-ones there; the engine copies them into its model and forgets cached prefixes.  Of an embedding and
-a head it sees the rows of tokens alone, not those that pad them.
+Of a completion's log-probabilities it names temperature and top_p (each 1 where it names none),
+which have to be those of the draws.  Anything it cannot do it answers by {"error": line}.  The
+weights lie in memory that both processes see (ipc.py: CUDA IPC, shared memory on a CPU).  Before
+every refresh the job has written the new ones there; the engine copies them into its model and
+forgets cached prefixes.  Of an embedding and a head it sees the rows of tokens alone, not those
+that pad them.
 
 Tests: tests/test_writer_process.py.
 """
@@ -87,7 +90,8 @@ class WriterProcess:
         self.asked_to_end = bool
         self.patience = 0.0
         self.is_loaded = False
-        keeper = [sys.executable, "-I", "-S", str(KEEPER), str(os.getpid())]
+        self.folder = tempfile.mkdtemp(prefix="isogloss")  # of the model's config
+        keeper = [sys.executable, "-I", "-S", str(KEEPER), str(os.getpid()), self.folder]
         environment = {"VLLM_LOGGING_LEVEL": "ERROR", **os.environ}
         for name in OF_RANKS:
             environment.pop(name, None)
@@ -98,7 +102,6 @@ class WriterProcess:
             os.set_blocking(pipe.fileno(), False)
         self.handles = {}
         self.tied = []  # names of the same weight
-        self.folder = tempfile.TemporaryDirectory(prefix="isogloss")  # of the model's config
 
     def error(self, what):
         return WriterError(f"--rollout_command {self.command}: {what}")
@@ -198,9 +201,9 @@ class WriterProcess:
         plain = {name: handle.to_plain() for name, handle in self.handles.items()}
         for name in num_rows.keys() & plain.keys():
             plain[name]["shape"][0] = num_rows[name]
-        config.save_pretrained(self.folder.name)
+        config.save_pretrained(self.folder)
         self._check_number(self.ask(
-            LOADING_SECONDS, do="load", model=self.folder.name,
+            LOADING_SECONDS, do="load", model=self.folder,
             dtype=str(dtype).removeprefix("torch."), max_length=max_length, weights=plain,
             tied=self.tied))
         self.is_loaded = True
@@ -230,6 +233,7 @@ class WriterProcess:
         for number, (prompt, completion) in enumerate(zip(prompts, completions)):
             try:
                 check_completion(completion, prompt["max_new_tokens"], stop_ids, vocab)
+                check_draws(completion, temperature, top_p)
             except ValueError as error:
                 raise self.error(f"completion {number}: {error}") from None
         return completions
@@ -251,7 +255,6 @@ class WriterProcess:
         for handle in self.handles.values():
             ipc.release(handle)
         self.handles = {}
-        self.folder.cleanup()
 
 
 def _shortened(value):
@@ -284,6 +287,15 @@ def check_completion(completion, limit, stop_ids, vocab):
                          "expected one at the end where it has ended, else none")
 
 
+def check_draws(completion, temperature, top_p):
+    """Raise a ValueError unless the log-probabilities of a completion are those of its draws."""
+    for name, asked in (("temperature", temperature), ("top_p", top_p)):
+        if completion.get(name, 1.0) != asked:
+            raise ValueError(f"log-probabilities at {name} {_shortened(completion.get(name, 1.0))};"
+                             f" expected those of the draws, whose {name} is {asked}, and that it "
+                             f"says so by {name!r}")
+
+
 def prompt_as_plain(prompt):
     """Return a `rollout.Prompt` as it is sent."""
     return {"ids": list(map(int, prompt.ids)), "key": list(prompt.key),
@@ -294,7 +306,8 @@ def completion_of_plain(plain):
     """Return the `rollout.Completion` that was sent; its entropy is not known (NaN)."""
     logp = torch.tensor(plain["logp"], dtype=torch.float32)
     return Completion(torch.tensor(plain["ids"], dtype=torch.long), logp,
-                      torch.full_like(logp, torch.nan), bool(plain["ended"]))
+                      torch.full_like(logp, torch.nan), bool(plain["ended"]),
+                      plain.get("temperature", 1.0), plain.get("top_p", 1.0))
 
 
 # --- the other side -------------------------------------------------------------------------------

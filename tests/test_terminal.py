@@ -1,0 +1,190 @@
+"""What programs print: nothing that a terminal would obey, whoever has written the text."""
+
+import contextlib
+import json
+import os
+import pty
+import shutil
+import subprocess
+import sys
+import unicodedata
+from pathlib import Path
+
+import pytest
+
+from isogloss import align
+from isogloss.flags.terminal import harmless, one_line
+from jobs import ds_config
+from text_servers import StandIn
+
+ROOT = Path(__file__).resolve().parent.parent
+# sets the title, clears the screen, colors by one byte, goes back, rings, turns the direction of
+# writing, hides, breaks lines in five ways
+HOSTILE = ("o\x1b]0;title\x07\x1b[2Jp\x9b31mq\rr\x08s\u202et\u2066u\u200bv\x85w\u2028x\x0by\x1b"
+           "[1mz\nfake")
+NAME = HOSTILE.replace("z\n", "z\t\n")  # a file may be named so
+
+
+def commands_in(text):
+    """Return the characters of a text that are none to look at; line ends are."""
+    return {letter for letter in text
+            if unicodedata.category(letter) in ("Cc", "Cf", "Cs", "Zl", "Zp") and letter != "\n"}
+
+
+def test_every_character_is_printed_or_harmless():
+    """Those to look at as they are, all others as nothing that a terminal obeys."""
+    for number in range(sys.maxunicode + 1):
+        letter = chr(number)
+        printed = harmless(letter)
+        assert not commands_in(printed) and not commands_in(one_line(f"a{letter}b")), hex(number)
+        if letter.isprintable() or letter in "\n\u00a0\u3000":
+            assert printed == letter, hex(number)
+    assert harmless("a\r\nb\n\x1b[1;31mred\x1b[0m") == "a\nb\nred"
+    assert "\n" not in one_line(HOSTILE) and one_line("  a\n\n  b ") == "a b"
+
+
+def run(words, folder, code=0):
+    """Run a command of this project in a fresh process; return all that it prints, checked."""
+    done = subprocess.run([sys.executable, *map(str, words)], cwd=folder, capture_output=True,
+                          env=os.environ | {"PYTHONPATH": str(ROOT)})
+    printed = (done.stdout + done.stderr).decode()
+    assert done.returncode == code, printed
+    assert not commands_in(printed), printed
+    fake = [line for line in printed.splitlines() if line.startswith("fake")]
+    assert printed and (not fake or "Traceback" in printed), printed
+    return printed
+
+
+def on_a_terminal(words, folder, code=0):
+    """Return what a command prints to a terminal."""
+    ours, its = pty.openpty()
+    process = subprocess.Popen([sys.executable, *map(str, words)], cwd=folder, stdout=its,
+                               stderr=its, env=os.environ | {"PYTHONPATH": str(ROOT)})
+    os.close(its)
+    printed = b""
+    with contextlib.suppress(OSError):  # its end
+        while piece := os.read(ours, 2**16):
+            printed += piece
+    assert process.wait() == code, printed
+    return printed.decode().replace("\r\n", "\n")
+
+
+@pytest.fixture(scope="module")
+def hostile(models, tmp_path_factory):
+    """Folder of models, a template, a tokenizer and data that hold HOSTILE wherever they can."""
+    folder = tmp_path_factory.mktemp("hostile")
+    for name, model in zip(("student", "teacher"), models):
+        shutil.copytree(model, folder / f"{name}{NAME}")
+    refusing = "{% if 'no' in messages[0].content %}{{ raise_exception(" + json.dumps(HOSTILE) \
+        + ") }}{% endif %}{% for m in messages %}{{ m.role + ': ' + m.content }}{% endfor %}"
+    (folder / f"student{NAME}" / "chat_template.jinja").write_text(refusing)
+    (folder / f"teacher{NAME}" / "chat_template.jinja").write_text(refusing)
+    chats = []
+    for number in range(12):
+        chats.append([{"role": "user\x1b[2J", "content": f"{'no' * (number % 2)} {HOSTILE}"},
+                      {"role": "assistant", "content": f"said {number} {HOSTILE}"}])
+    rows = {"texts": [{"text": f"Text {number} {HOSTILE}", "system": HOSTILE}
+                      for number in range(12)],
+            "chats": [{"messages": chat} for chat in chats]}
+    for name, lines in rows.items():
+        (folder / f"{name}{NAME}.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    return folder
+
+
+def flags(folder, **more):
+    """Return the command line of a run of two sources and two teachers with such names."""
+    data = [{"data": f"texts{NAME}.jsonl", "eval_rows": 3, "name": f"texts {HOSTILE}"},
+            {"data": f"chats{NAME}.jsonl", "eval_rows": 3, "text_key": "messages"}]
+    teachers = [{"model": f"teacher{NAME}", "name": f"first {HOSTILE}"},
+                {"model": f"teacher{NAME}", "name": "second"}]
+    values = {"student": f"student{NAME}", "data": json.dumps(data), "steps": 2,
+              "ds_config": ds_config(folder / "ds.json", 0, 2, 1), "num_workers": 1,
+              "eval_every": 1, "eval_samples": 3, "output_dir": f"run{NAME}",
+              "export": f"exported{NAME}", "save_every": 1, "max_length": 250} | more
+    if "teacher" not in more:
+        values["teachers"] = json.dumps(teachers)
+    return [f"--{name}={value}" for name, value in values.items()]
+
+
+@pytest.mark.slow
+def test_a_run_prints_nothing_that_a_terminal_obeys(hostile):
+    """Nor does what draws its curves."""
+    printed = run([ROOT / "distill.py", *flags(hostile)], hostile)
+    for said in (" >> ", "such chats are left out", "exported to exported", "no model reads its",
+                 "step 2: ", "bits per byte (texts "):
+        assert said in printed, said
+    folder = hostile / f"run{NAME}"
+    run(["-m", "isogloss.plot", folder], hostile)
+    # a damaged checkpoint is named, and a traceback that holds such a text is harmless, too
+    newest = sorted(folder.rglob("*model_states.pt"))[-1]
+    newest.write_bytes(newest.read_bytes()[:-9])
+    (hostile / "plugin.py").write_text(
+        "from isogloss.evaluation.eval_samples import EvalSamples\n"
+        f"def write(self):\n    raise RuntimeError({HOSTILE!r})\nEvalSamples.write = write\n")
+    printed = on_a_terminal(
+        [ROOT / "distill.py", *flags(hostile, steps=3, plugin="plugin.py")], hostile, 1)
+    assert "; it is left out" in printed and "RuntimeError: o" in printed
+    assert "\r" in printed and commands_in(printed) == {"\r"}  # of the progress bar
+
+
+@pytest.mark.slow
+def test_errors_say_nothing_that_a_terminal_obeys(hostile, models):
+    broken = hostile / f"broken{NAME}"
+    shutil.copytree(models[0], broken, dirs_exist_ok=True)
+    (broken / "config.json").write_text(json.dumps({"model_type": HOSTILE}))
+    printed = run([ROOT / "distill.py", *flags(hostile, teacher=broken.name)], hostile, 2)
+    assert printed.startswith("distill.py: ") and printed.count("\n") == 1
+    printed = run(["-m", "isogloss.plot", f"run that is none{HOSTILE}"], hostile, 2)
+    assert printed.count("\n") == 1
+
+
+@pytest.mark.slow
+def test_a_server_says_nothing_that_a_terminal_obeys(hostile, models):
+    with StandIn(models[1]).running() as server:
+        server.faults = [(400, HOSTILE)] * 99
+        more = {"teacher": server.url, "teacher_tokenizer": f"teacher{NAME}", "loss_topk": 20,
+                "data": f"texts{NAME}.jsonl", "eval_rows": 3}
+        printed = run([ROOT / "distill.py", *flags(hostile, **more)], hostile, 2)
+    assert "HTTP 400 o" in printed
+
+
+# --- tokens ---------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def tokens(models, tmp_path_factory):
+    """Directories of two tokenizers, whose special tokens are hostile."""
+    from transformers import AutoTokenizer
+
+    folders = []
+    for number, model in enumerate(models):
+        tokenizer = AutoTokenizer.from_pretrained(model)
+        tokenizer.add_special_tokens({"additional_special_tokens": [f"<{number}{HOSTILE}>"]})
+        folders.append(tmp_path_factory.mktemp("tokens") / f"t{number}")
+        tokenizer.save_pretrained(folders[-1])
+    return folders
+
+
+def test_tokens_are_shown_in_our_colors_alone(tokens):
+    words = ["align.py", "--student", tokens[0], "--teacher", tokens[1],
+             "--show", f"a <0{HOSTILE}> b <1{HOSTILE}>"]
+    printed = on_a_terminal(words, ROOT)
+    assert align.CYAN in printed and align.RED in printed
+    for color in (align.CYAN, align.RED, align.YELLOW, align.RESET):
+        printed = printed.replace(color, "")
+    assert not commands_in(printed) and "title" in printed, printed
+    printed = run(["align.py", "--student", f"none{HOSTILE}", *words[3:]], ROOT, 1)
+    assert printed.count("\n") == 1
+
+
+@pytest.mark.slow
+def test_tools_show_tokens_as_text(tokens, tmp_path):
+    pair = [f"--student={tokens[0]}", f"--teacher={tokens[1]}"]
+    files = [tmp_path / f"{name}{NAME}.pt" for name in "ab"]
+    run(["-m", "isogloss.projection_tools.build", *pair, f"--output={files[0]}"], ROOT)
+    run(["-m", "isogloss.projection_tools.exact", *pair, f"--output={files[1]}"], ROOT)
+    printed = run(["-m", "isogloss.projection_tools.show", *pair, f"--projection={files[0]}",
+                   f"--tokens=<0{HOSTILE}>"], ROOT)
+    assert "<0o" in printed and "title" in printed
+    run(["-m", "isogloss.projection_tools.compare", *files, *pair, "--num_examples=999"], ROOT)
+    run(["-m", "isogloss.projection_tools.cells", *pair, f"--output={files[0]}"], ROOT)
