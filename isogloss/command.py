@@ -276,12 +276,38 @@ def check_output(path):
                          "that can") from None
 
 
+@dataclass(kw_only=True)
+class TransferArgs:
+    """Give a model the tokenizer of another one: a student that learns from what it was."""
+
+    model: str = flag(MISSING, "hub id or directory of a causal language model.")
+    tokenizer: str = flag(
+        MISSING, "hub id or directory with the new tokenizer; bytes: the 256 bytes and the "
+        "model's control tokens.")
+    output: str = flag(MISSING, "directory for the student, an earlier one or none.")
+    chat_template: str = flag(
+        "auto", "tokenizer: of the new tokenizer; model: that of the model, with the control "
+        "tokens that it writes; auto: of the tokenizer if it has one.",
+        choices=("auto", "tokenizer", "model"))
+    head_offset: bool = flag(
+        True, "let tokens of several pieces lose some of their logit, as much as is best on texts, "
+        "and say bits per byte before and after. It loads the model.")
+    texts: str = flag(
+        "", "text file for that: every other stretch chooses, the others are reported. Empty: the "
+        "interpreter's own documentation.")
+    trust_remote_code: bool = flag(False, "run the Python code that comes with the model.")
+
+    def __post_init__(self):
+        check_flags(self)
+
+
 # {module: its flags, and what `parse_flags` is told of them}
 TOOLS = {
     "cache": (CacheArgs, {"aliases": {"dtype": "teacher_dtype"}}),
     "export": (ExportArgs, {"positional": ("run",)}),
     "plan": (PlanArgs, {"positional": ("recipe", "other")}),
     "tasks": (TaskArgs, {}),
+    "transfer": (TransferArgs, {}),
 }
 
 
@@ -306,12 +332,15 @@ def tool(name=None, argv=None):
 
 
 def isogloss():
-    """Run `isogloss doctor`; other words print what there is."""
+    """Run `isogloss doctor` or `isogloss transfer`; other words print what there is."""
     guard_terminal()
     if sys.argv[1:] == ["doctor"]:
         print("\n".join(doctor()))
         return
-    print("usage: isogloss doctor; other commands are isogloss-distill, isogloss-cache, "
+    if sys.argv[1:2] == ["transfer"]:
+        tool("transfer", sys.argv[2:])
+        return
+    print("usage: isogloss doctor, isogloss transfer; other commands are isogloss-distill, isogloss-cache, "
           "isogloss-export, isogloss-plan, isogloss-plot, isogloss-report, isogloss-tasks",
           file=sys.stderr)
     raise SystemExit(0 if "--help" in sys.argv or "-h" in sys.argv else 2)

@@ -65,7 +65,7 @@ def check_results(cfg):
     """
     if cfg.export:
         _check_overlap(cfg)
-        _check_on_rank_0(_check_replaceable, cfg.export)  # which reads all of an earlier export
+        _check_on_rank_0(check_replaceable, cfg.export)  # which reads all of an earlier export
     projection = projection_path(cfg)
     if cfg.learn_projection and projection.is_dir():
         raise ValueError(f"--output_dir {cfg.output_dir}: {projection.name} is a directory "
@@ -121,7 +121,7 @@ def _refuse_overlap(cfg, flag, path):
                      "another directory")
 
 
-def _check_replaceable(export, flag="--export"):
+def check_replaceable(export, flag="--export"):
     """Check that a directory is absent, empty, or what an export wrote and nothing else."""
     target = _real_path(export)
     if not os.path.lexists(target):
@@ -228,17 +228,30 @@ def model_of_weights(config, weights, trust_remote_code=False):
 
 def _write_model(save, encoder, export, write_card, flag="--export"):
     """Write an export, which appears when it is complete."""
+    def save_all(folder):
+        save(folder)
+        encoder.tokenizer.save_pretrained(folder)
+        write_generation(encoder, folder)
+        write_card(folder)
+
+    write_folder(save_all, export, flag)
+
+
+def write_folder(save, export, flag):
+    """Write a model's directory, which appears when it is complete, with a manifest of its files.
+
+    Args:
+        save: function of a directory to write into, which is not there yet.
+        export, flag: the directory, and the flag that names it; see `check_replaceable`.
+    """
     target = _real_path(export)
     scratch = scratch_of(target)
     shutil.rmtree(scratch, ignore_errors=True)
     try:
         save(scratch)
-        encoder.tokenizer.save_pretrained(scratch)
-        write_generation(encoder, scratch)
-        write_card(scratch)
         write_manifest(scratch)
         sync_tree(scratch)
-        _check_replaceable(export, flag)  # again: something may have been put there meanwhile
+        check_replaceable(export, flag)  # again: something may have been put there meanwhile
         replace_folder(scratch, target, target.with_name(f".{target.name}.before"))
     except BaseException:  # half a model would fill a disk that is full already
         shutil.rmtree(scratch, ignore_errors=True)
@@ -286,7 +299,7 @@ def export_checkpoint(args):
     checkpoint = checkpoint_of_step(folder / "checkpoints", args.step)
     step = position_of(checkpoint)["step"]
     output = args.output or str(folder / f"export_{step:07d}")
-    _check_replaceable(output, "--output")
+    check_replaceable(output, "--output")
     check_writable(f"--output {output}", _real_path(output).parent)
     student = empty_student(cfg, args.trust_remote_code)
     tokenizer, table = load_tokenizer("student", cfg.student, args.trust_remote_code)

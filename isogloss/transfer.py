@@ -37,7 +37,12 @@ from isogloss.export import check_replaceable, write_folder
 from isogloss.flags.model_names import read_model_name
 from isogloss.models.pretrained import check_language_model, load_config, load_model
 from isogloss.models.tied import empty_model, untie_as_files_do
-from isogloss.projection_tools.retokenize import OFFSETS, common_direction, new_rows, origins_of
+from isogloss.projection_tools.retokenize import (
+    OFFSETS,
+    common_direction,
+    new_rows,
+    origins_of,
+)
 from isogloss.projection_tools.tokenizers import load_tokenizer, reading
 from isogloss.spelling import CHARACTER_OF_BYTE
 
@@ -201,8 +206,7 @@ def load_new_tokenizer(args, old_tokenizer, old):
         text = str(old_tokenizer.chat_template)
         written = [old.tokens[i] for i in old.special.nonzero()[0] if old.tokens[i]
                    and (old.tokens[i] in text or i in (old.eos, old.end_of_turn))]
-        tokenizer.add_special_tokens({"additional_special_tokens": written},
-                                     replace_additional_special_tokens=False)
+        tokenizer.add_tokens(written, special_tokens=True)
         tokenizer.chat_template = old_tokenizer.chat_template
     return tokenizer, TokenTable.from_tokenizer(tokenizer)
 
@@ -223,7 +227,7 @@ def config_text(role, path, config, origins):
     with reading(role, path, "its config.json"):
         text = Path(cached_file(name.base, "config.json", revision=name.revision)).read_text()
         new = json.loads(text)
-    levels = [new, *[new["text_config"]] * isinstance(new.get("text_config"), dict)]
+    levels = [level for level in (new, new.get("text_config")) if isinstance(level, dict)]
     for level in levels:
         for key in IDS:
             if key in level:
@@ -239,12 +243,13 @@ def config_text(role, path, config, origins):
 
 
 def generation_of(generation, origins):
-    """Return what generation_config.json says, whose ids are new ones; the ends are old ends' and eos."""
+    """Return what generation_config.json says with new ids: its ends are the old ones and eos."""
     table = origins.new
     ends = generation.get("eos_token_id")
     ends = ends if isinstance(ends, list) else [ends]
     ends = list(dict.fromkeys([*new_ids(ends, origins), *([table.eos] if table.eos >= 0 else [])]))
-    new = {key: value for key, value in generation.items() if not key.endswith(("_id", "_ids"))
+    new = {key: value for key, value in generation.items()
+           if not key.startswith("_") and not key.endswith(("_id", "_ids"))
            and not key.startswith(("suppress_", "begin_suppress_", "bad_words", "forced_"))}
     new["eos_token_id"] = ends[0] if len(ends) == 1 else ends
     for role in ("bos", "pad"):

@@ -8,8 +8,9 @@ their role, or of their name.  What is left (control tokens without a counterpar
 old tokenizer cannot write) has the mean of all rows.
 
 In the head such a mean is as likely as a piece, though a token is as likely as all of its pieces
-together.  `head_offsets` takes this back: along the direction in which the final hidden states are
-all alike, by an offset for all tokens of several pieces that is chosen on a text.
+together.  A constant takes that back: final hidden states have a direction in common
+(`common_direction`), along which the rows of all tokens of several pieces lose some nats, as many as
+are best on a text (isogloss/transfer.py).
 
 Shapes: N tokens of the new tokenizer, P pieces, O rows of the old vocabulary, H hidden size.
 Tests: tests/test_transfer.py.
@@ -85,6 +86,9 @@ def origins_of(old_tokenizer, old, new, rows):
         ValueError: the old tokenizer can write less than half of the new tokens.
     """
     pieces_NP = spell(new, old_tokenizer, old, MOST_PIECES).astype(np.int64)
+    for new_id, old_id in _equal_names(new, old):
+        pieces_NP[new_id] = -1
+        pieces_NP[new_id, 0] = old_id
     pieces_NP[(pieces_NP >= rows).any(1)] = -1
     links = {v: w for v, w in link_special_tokens(new, old) if w < rows}
     for v, w in links.items():
@@ -97,6 +101,18 @@ def origins_of(old_tokenizer, old, new, rows):
                          f"{len(text):,} tokens of the new one; it lacks bytes, or a case of "
                          "letters, and what it cannot write the model does not know")
     return origins
+
+
+def _equal_names(new, old):
+    """Yield (new id, old id) of tokens of one name and the same bytes.
+
+    Of tokens with the same bytes, as "A" and the byte <0x41>, only one is what a text is cut into.
+    """
+    id_of_name = {name: i for i, name in enumerate(old.tokens) if not old.special[i]}
+    for i, name in enumerate(new.tokens):
+        j = id_of_name.get(name, -1)
+        if name and j >= 0 and not new.special[i] and new.bytes_of(i) == old.bytes_of(j):
+            yield i, j
 
 
 def new_rows(old_OH, origins):
@@ -131,28 +147,6 @@ def common_direction(hidden_SH):
     ridge = RIDGE * len(hidden_SH) * hidden_SH.square().mean()
     gram_HH = hidden_SH.T @ hidden_SH + ridge * torch.eye(H, dtype=hidden_SH.dtype)
     return torch.linalg.solve(gram_HH, hidden_SH.sum(0))
-
-
-def head_offsets(head_NH, origins, hidden_SH, labels_S):
-    """Return (the head's rows with the best offset, the offset in nats).
-
-    Tokens of several pieces lose `offset` of their logit wherever hidden states are like these.
-
-    Args:
-        head_NH: rows of `new_rows`.
-        hidden_SH: float32 final hidden states of a text in the new tokens; labels_S: what follows.
-    """
-    direction_H = common_direction(hidden_SH)
-    is_several_N = torch.from_numpy(origins.num_pieces_N > 1)
-    logits_SN = hidden_SH @ head_NH.to(torch.float32).T
-    along_S = hidden_SH @ direction_H
-    losses = {}
-    for offset in OFFSETS:
-        shifted_SN = logits_SN - offset * along_S[:, None] * is_several_N
-        losses[offset] = float(torch.nn.functional.cross_entropy(shifted_SN, labels_S))
-    best = min(losses, key=losses.get)
-    shifted_NH = head_NH.to(torch.float32) - best * is_several_N[:, None] * direction_H
-    return shifted_NH.to(head_NH.dtype), best
 
 
 if __name__ == "__main__":

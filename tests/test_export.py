@@ -84,7 +84,7 @@ def test_an_export_over_anything_else_is_refused(models, place):
 
 def is_refused(path):
     try:
-        export._check_replaceable(str(path))
+        export.check_replaceable(str(path))
     except ValueError:
         return True
     return False
@@ -129,7 +129,7 @@ def test_an_export_over_a_whole_system_is_refused_before_all_of_it_is_read(
         monkeypatch, place, message):
     monkeypatch.setattr(os, "walk", None)
     with pytest.raises(ValueError, match=f"--output {place}: .*{message}"):
-        export._check_replaceable(place, "--output")
+        export.check_replaceable(place, "--output")
 
 
 def full_disk(*_):

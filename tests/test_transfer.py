@@ -1,0 +1,224 @@
+"""isogloss transfer: a model with another tokenizer keeps what it knows of the tokens both have."""
+
+import json
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+from conftest import asset, write_model
+from isogloss import command
+from isogloss.align import TokenTable
+from isogloss.projection_tools.retokenize import common_direction
+
+TEXTS = ["In 2010 the crème brûlée cost 12.50.", "def f(x):\n    return x ** 2\n", "日本語 ok"]
+
+
+def transfer(model, tokenizer, output, *more):
+    """Run the command; return the directory."""
+    command.tool("transfer", [f"--model={model}", f"--tokenizer={tokenizer}",
+                              f"--output={output}", "--head_offset=false", *more])
+    return Path(output)
+
+
+def rows_of(folder):
+    """Return (rows of the embedding, of the head) as transformers loads them, in float64."""
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64)
+    return [end.weight.detach() for end in
+            (model.get_input_embeddings(), model.get_output_embeddings())]
+
+
+def weights_of(folder):
+    weights = {}
+    for path in sorted(folder.glob("*.safetensors")):
+        weights |= load_file(path)
+    return weights
+
+
+def test_its_own_tokenizer_gives_the_same_model(models, tmp_path):
+    """All rows that a text can ask for stay bit for bit; the padding of the head is gone."""
+    student = transfer(models[0], models[0], tmp_path / "out")
+    before, after = weights_of(models[0]), weights_of(student)
+    assert before.keys() == after.keys()
+    size = len(AutoTokenizer.from_pretrained(models[0]))
+    for name, weight in before.items():
+        expected = weight[:size] if "embed_tokens" in name else weight
+        assert torch.equal(after[name], expected), name
+    assert AutoConfig.from_pretrained(student).vocab_size == size
+
+
+@pytest.mark.parametrize("kind", ["tied", "untied"])
+def test_rows_are_means_of_what_the_old_tokenizer_writes(kind, models, untied, tmp_path):
+    """By the definition: bytes of a token, cut by the old tokenizer without a space in front."""
+    model = {"tied": models[0], "untied": untied}[kind]
+    student = transfer(model, models[1], tmp_path / "out")
+    old_tokenizer, new_tokenizer = (AutoTokenizer.from_pretrained(path)
+                                    for path in (models[0], models[1]))
+    old, new = map(TokenTable.from_tokenizer, (old_tokenizer, new_tokenizer))
+    backend = old_tokenizer.backend_tokenizer
+    same_bytes = 0
+    for old_rows, new_rows in zip(rows_of(model), rows_of(student)):
+        assert len(new_rows) == len(new)
+        for i in range(0, len(new), 7):
+            text = new.bytes_of(i)
+            if new.special[i] or not text.isascii() or not text.isalnum():
+                continue
+            pieces = [token.id for token in backend.model.tokenize(text.decode())]
+            assert b"".join(map(old.bytes_of, pieces)) == text
+            same_bytes += len(pieces) == 1
+            expected = old_rows[pieces].mean(0)
+            torch.testing.assert_close(new_rows[i], expected, rtol=0, atol=1e-6)
+        eos = (old_tokenizer.eos_token_id, new_tokenizer.eos_token_id)
+        assert torch.equal(new_rows[eos[1]], old_rows[eos[0]])
+    assert same_bytes > 5
+    assert torch.equal(*rows_of(student)) == (kind == "tied")
+
+
+def test_a_model_of_many_files_is_copied_file_by_file(untied, models, tmp_path, monkeypatch):
+    """Files without a vocabulary are the same bytes, the index is right, nothing loads a model."""
+    model = tmp_path / "sharded"
+    AutoModelForCausalLM.from_pretrained(untied).save_pretrained(model, max_shard_size="20KB")
+    AutoTokenizer.from_pretrained(untied).save_pretrained(model)
+    monkeypatch.setattr("isogloss.transfer.load_model", None)
+    student = transfer(model, models[1], tmp_path / "out")
+    whole = transfer(untied, models[1], tmp_path / "whole")
+    assert len(list(model.glob("*.safetensors"))) > 3
+    index, before = (json.loads((folder / "model.safetensors.index.json").read_text())
+                     for folder in (student, model))
+    assert index["weight_map"] == before["weight_map"]
+    weights = weights_of(student)
+    assert index["metadata"]["total_size"] == sum(each.nbytes for each in weights.values())
+    assert all(torch.equal(weight, weights[name]) for name, weight in weights_of(whole).items())
+    same = [path.name for path in model.glob("*.safetensors")
+            if path.read_bytes() == (student / path.name).read_bytes()]
+    changed = {before["weight_map"][name] for name in before["weight_map"]
+               if "embed_tokens" in name or "lm_head" in name}
+    assert {*same} == {path.name for path in model.glob("*.safetensors")} - changed
+
+
+def test_a_bias_of_the_head_goes_along(models, tmp_path):
+    config = AutoConfig.for_model("phi", vocab_size=360, hidden_size=32, intermediate_size=48,
+                                  num_hidden_layers=1, num_attention_heads=4)
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config)
+    torch.nn.init.normal_(model.lm_head.bias)
+    model.save_pretrained(tmp_path / "phi")
+    AutoTokenizer.from_pretrained(models[0]).save_pretrained(tmp_path / "phi")
+    student = transfer(tmp_path / "phi", models[1], tmp_path / "out")
+    weights = weights_of(student)
+    eos = [AutoTokenizer.from_pretrained(path).eos_token_id for path in models]
+    assert weights["lm_head.bias"].shape == (len(AutoTokenizer.from_pretrained(models[1])),)
+    assert weights["lm_head.bias"][eos[1]] == model.lm_head.bias[eos[0]]
+
+
+def test_ends_and_other_ids_are_those_of_the_new_tokens(models, tmp_path):
+    model = tmp_path / "model"
+    shutil.copytree(models[0], model)
+    eos = AutoTokenizer.from_pretrained(model).eos_token_id
+    (model / "generation_config.json").write_text(json.dumps(
+        {"eos_token_id": [eos, 40], "pad_token_id": eos, "temperature": 0.7, "do_sample": True,
+         "suppress_tokens": [3]}))
+    student = transfer(model, models[1], tmp_path / "out")
+    tokenizer = AutoTokenizer.from_pretrained(student)
+    generation = json.loads((student / "generation_config.json").read_text())
+    assert generation["eos_token_id"] == tokenizer.eos_token_id
+    assert generation["temperature"] == 0.7 and generation["do_sample"] is True
+    assert "suppress_tokens" not in generation
+    config = json.loads((student / "config.json").read_text())
+    assert config["eos_token_id"] == tokenizer.eos_token_id
+    written = AutoModelForCausalLM.from_pretrained(student).generate(
+        **tokenizer("In 20", return_tensors="pt"), max_new_tokens=5)
+    assert written.max() < len(tokenizer)
+
+
+@pytest.mark.parametrize("choice", ["auto", "tokenizer", "model"])
+def test_the_chat_template_is_the_one_that_is_chosen(choice, models, tokenizers, tmp_path):
+    """The model's own brings the control tokens that it writes, with their rows."""
+    model = tmp_path / "model"
+    tokenizer = AutoTokenizer.from_pretrained(models[0])
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<|im_start|>", "<|im_end|>"]})
+    tokenizer.chat_template = "{% for m in messages %}<|im_start|>{{ m.content }}<|im_end|>" \
+                              "{% endfor %}"
+    write_model(tokenizer, 1, model)
+    student = transfer(model, models[1], tmp_path / "out", f"--chat_template={choice}")
+    new = AutoTokenizer.from_pretrained(student)
+    if choice == "tokenizer":
+        assert new.chat_template is None and len(new) == len(AutoTokenizer.from_pretrained(models[1]))
+        return
+    chat = [{"role": "user", "content": "In 2010"}]
+    ids = new.apply_chat_template(chat, tokenize=True, return_dict=False)
+    assert new.convert_ids_to_tokens([ids[0], ids[-1]]) == ["<|im_start|>", "<|im_end|>"]
+    marks = ["<|im_start|>", "<|im_end|>"]
+    for old_rows, new_rows in zip(rows_of(model), rows_of(student)):
+        assert torch.equal(new_rows[new.convert_tokens_to_ids(marks)],
+                           old_rows[tokenizer.convert_tokens_to_ids(marks)])
+
+
+def test_a_model_of_bytes_reads_every_text(models, tmp_path, capsys):
+    student = transfer(models[1], "bytes", tmp_path / "out")
+    tokenizer = AutoTokenizer.from_pretrained(student)
+    for text in TEXTS:
+        ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+        assert bytes(ids) == text.encode() and tokenizer.decode(ids) == text
+    assert tokenizer.eos_token_id is not None and "256 say what an old one says" in \
+        capsys.readouterr().out
+
+
+def test_what_cannot_be_done_is_one_line(models, tmp_path, capsys):
+    weights = tmp_path / "bin"
+    shutil.copytree(models[0], weights)
+    torch.save(load_file(weights / "model.safetensors"), weights / "pytorch_model.bin")
+    (weights / "model.safetensors").unlink()
+    adapter = tmp_path / "adapter"
+    adapter.mkdir()
+    (adapter / "adapter_config.json").write_text(
+        json.dumps({"base_model_name_or_path": str(models[0])}))
+    foreign = tmp_path / "foreign"
+    shutil.copytree(models[0], foreign)
+    tensors = load_file(foreign / "model.safetensors")
+    [name] = [name for name in tensors if "embed_tokens" in name]
+    tensors["model.words.weight"] = tensors.pop(name)
+    save_file(tensors, foreign / "model.safetensors", metadata={"format": "pt"})
+    taken = tmp_path / "taken"
+    taken.mkdir()
+    (taken / "thesis.tex").write_text("x")
+    for model, output, reason in (
+            (weights, "out", "has no model.safetensors"), (adapter, "out", "is an adapter"),
+            (foreign, "out", "is the embedding"), (models[0], "taken", "holds thesis.tex")):
+        with pytest.raises(SystemExit) as end:
+            transfer(model, models[1], tmp_path / output)
+        printed = capsys.readouterr().err
+        assert end.value.code == 2 and reason in printed and "Traceback" not in printed
+    assert not (tmp_path / "out").exists()
+
+
+def test_hidden_states_have_a_direction_in_common():
+    generator = torch.Generator().manual_seed(0)
+    hidden = torch.randn(400, 12, generator=generator) + 3
+    along = hidden @ common_direction(hidden)
+    assert abs(along.mean() - 1) < 0.02 and along.std() < 0.2
+
+
+def test_a_head_with_an_offset_is_better_on_other_texts(tmp_path, capsys):
+    """A real small model: means of pieces cost bits, and the offset wins some of them back."""
+    model = asset("models", "stories260K")
+    command.tool("transfer", [
+        f"--model={model}", f"--tokenizer={asset('tokenizers', 'llama2')}",
+        f"--texts={asset('text', 'tinytalk_chat_val.txt')}", f"--output={tmp_path / 'out'}"])
+    printed = capsys.readouterr().out
+    [line] = [line for line in printed.splitlines() if line.startswith("bits per byte")]
+    before, means, offset = [float(part.split()[0]) for part in line.split(": ")[1].split(", ")]
+    assert before < offset < means - 0.1
+    plain = transfer(model, asset("tokenizers", "llama2"), tmp_path / "plain")
+    rows, plain_rows = (rows_of(folder)[1] for folder in (tmp_path / "out", plain))
+    moved = (rows - plain_rows).norm(dim=1) > 0
+    table = TokenTable.from_tokenizer(AutoTokenizer.from_pretrained(plain))
+    old = TokenTable.from_tokenizer(AutoTokenizer.from_pretrained(model))
+    known = {old.bytes_of(i) for i in range(len(old)) if not old.special[i]}
+    is_known = np.array([table.special[i] or table.bytes_of(i) in known
+                         for i in range(len(table))])
+    assert not moved[torch.from_numpy(is_known)].any() and moved.float().mean() > 0.9
