@@ -35,7 +35,8 @@ PYTHON = "3.12"
 PLATFORMS = [f"manylinux_2_{minor}_x86_64" for minor in (28, 27, 24, 17, 12, 5)]
 PLATFORMS += ["manylinux2014_x86_64", "manylinux1_x86_64"]
 FAMILIES = "llama3", "qwen2"
-FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
+FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json",
+         "chat_template.jinja")
 
 # in the empty environment: what a wheel needs beside `present`, and whether tokenizers are read
 CHECK = """
@@ -66,8 +67,8 @@ def needed():
         "platform_machine": "x86_64", "sys_platform": "linux"}
     versions = dict(EXTRA)
     lines = (ROOT / "requirements.txt").read_text().splitlines()
-    names = {Requirement(line.partition("#")[0]).name for line in lines if line[:1] not in ("#", "")}
-    waiting = sorted(names - UNUSED)
+    wanted = (Requirement(line.partition("#")[0]).name for line in lines if line[:1] not in "#")
+    waiting = sorted(set(wanted) - UNUSED)
     while waiting:
         name = canonicalize_name(waiting.pop())
         if name in versions or name in PRESENT:

@@ -7,7 +7,8 @@
 Behind `--` stand the flags of a run, which goes to its end as ever.  Rank 0 prints JSON of the
 profiled step: its seconds, tokens a second of this rank and, on a GPU, the seconds in which it was
 busy, the kernels, the longest times between them, the most memory of any step so far and where the
-host waited for it.  What took time follows as a table.  In the step before, waits are counted; the profiler makes a step longer.
+host waited for it.  What took time follows as a table.  In the step before, waits are counted; the
+profiler makes a step longer.
 """
 
 import json
