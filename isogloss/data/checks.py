@@ -30,7 +30,7 @@ import zstandard
 from datasets import config
 from huggingface_hub.constants import HF_HUB_CACHE
 
-from isogloss.data.chat_rows import problem_of
+from isogloss.data.chat_rows import THOUGHTS, problem_of
 from isogloss.errors import DataError
 from isogloss.flags.yaml_file import without_twins
 
@@ -404,7 +404,7 @@ def _bad_messages(messages):
     yield "has no role", pc.struct_field(messages, role).is_null()
     missing = pc.struct_field(messages, content).is_null()
     # A message may be a tool call or a thought alone; that those are not empty is seen later.
-    for name in ("tool_calls", "reasoning_content"):
+    for name in ("tool_calls", "function_call", *THOUGHTS):
         if name in fields:
             missing = pc.and_(missing, pc.struct_field(messages, name).is_null())
     yield "has no content", missing
