@@ -216,7 +216,9 @@ def _cache_of(error, source):
     if isinstance(named, str) and named not in (os.path.expanduser(source), *local_files(source)):
         for variable, cache in caches.items():
             both = [os.path.abspath(cache), os.path.abspath(named)]
-            if os.path.commonpath(both) in both:  # in the cache, or above: it cannot be made
+            common = os.path.commonpath(both)
+            # above or at the cache, which cannot be made; in it, where a file is not just missing
+            if common == both[1] or (common == both[0] and error.errno != errno.ENOENT):
                 return variable, cache
     if isinstance(error, OSError) and (error.errno in FULL or NO_SPACE in str(error)):
         return "HF_DATASETS_CACHE", caches["HF_DATASETS_CACHE"]
