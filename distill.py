@@ -41,6 +41,7 @@ from isogloss.job.transfers import Moment, Readback
 from isogloss.log import Log
 from isogloss.objective.objective import LossTerms, TeacherTerm, in_windows
 from isogloss.report.media import show_report
+from isogloss.report.monitors import guarded_monitors
 from isogloss.student.engine import window_ends
 from isogloss.targets import step_targets, teacher_targets, weigh_by_confidence
 from isogloss.teachers.mixing import dynamic_scale
@@ -53,7 +54,8 @@ from isogloss.writing.writer_process import WriterError, WriterStopped
 def main(cfg):
     """Train, export, and end; wrong input ends every rank with one line before the first step."""
     launch.silence_libraries()
-    with watch.signal_handlers_restored(), watch.end_with_launchers():
+    with (watch.signal_handlers_restored(), watch.end_with_launchers(),
+          guarded_monitors(cfg)):
         with refusing(loud=is_first_of_node()):
             roles = split_ranks(cfg.teacher_ranks) if cfg.teacher_ranks and cfg.kd_weight else None
             launch.join_store()

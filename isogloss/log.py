@@ -28,6 +28,7 @@ from isogloss.flags.model_names import read_model_name, without_secrets
 from isogloss.job.files import write_atomically
 from isogloss.job.watch import print_line
 from isogloss.projection_tools.tokenizers import reason_of
+from isogloss.report.monitors import log_by_own_steps
 
 
 def speed_metrics(num_parameters, device, tokens, seconds):
@@ -213,6 +214,8 @@ class Log:
         self._start_files(cfg, start_step, ds_config)
         self.bar = progress_bar(cfg.steps, start_step)
         self.monitor = monitor if monitor and monitor.enabled else None
+        if self.monitor:
+            log_by_own_steps(self.monitor)
 
     @noting_failure
     def _start_files(self, cfg, start_step, ds_config):
