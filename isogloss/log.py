@@ -26,9 +26,9 @@ from isogloss.checkpoints.model_card import title
 from isogloss.config import configs_by_teacher
 from isogloss.flags.model_names import read_model_name, without_secrets
 from isogloss.job.files import write_atomically
+from isogloss.job.monitors import log_by_own_steps
 from isogloss.job.watch import print_line
 from isogloss.projection_tools.tokenizers import reason_of
-from isogloss.report.monitors import log_by_own_steps
 
 
 def speed_metrics(num_parameters, device, tokens, seconds):

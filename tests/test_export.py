@@ -384,7 +384,8 @@ def test_stars_stand_for_what_is_secret(line, secret_variable, capsys):
 
 
 def test_a_long_text_is_no_work():
-    for text in ("a_b" * 10**6, "://a" * 10**6, "-a" * 10**6):  # minutes, if every place looked to the end
+    # minutes, if every place looked to the end
+    for text in ("a_b" * 10**6, "://a" * 10**6, "-a" * 10**6):
         assert model_names.without_secrets(text) == text
 
 

@@ -1,4 +1,4 @@
-"""What monitors record by themselves holds no secret; their runs end with the job, in plain text."""
+"""What monitors record by themselves holds no secret; their runs end in plain text."""
 
 import functools
 import http.server
@@ -92,7 +92,7 @@ def test_no_secret_reaches_a_monitor(models, address, tmp_path, name):
 
 def test_a_command_line_without_a_secret_keeps_its_console(monkeypatch):
     from isogloss.config import Config
-    from isogloss.report import monitors
+    from isogloss.job import monitors
 
     monkeypatch.setattr(os, "environ", {"WANDB_DISABLE_GIT": "false"})
     arguments = ["distill.py", "--data=https://host/a.jsonl"]
