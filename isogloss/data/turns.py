@@ -26,7 +26,7 @@ from isogloss.data.chat_rows import (
     thought_of,
     with_all_names,
 )
-from isogloss.data.workers import in_bounds
+from isogloss.job.trial import in_bounds
 
 DATE = "strftime_now"  # what templates ask for the date
 THOUGHT_BEGIN = "<think>"  # of a thought in a content
