@@ -18,7 +18,7 @@ from functools import partial, reduce
 from typing import NamedTuple
 
 from isogloss.config import Config
-from isogloss.flags.parse import is_first_of_node, prepare_rank, refusing
+from isogloss.flags.parse import prepare_rank
 
 if __name__ == "__main__":  # --help and wrong flags end here, before torch is imported
     prepare_rank()
@@ -34,7 +34,7 @@ from isogloss.errors import CannotSave, DataError
 from isogloss.inputs import check_inputs
 from isogloss.job import launch, rendezvous, watch
 from isogloss.job.counts import device_sums
-from isogloss.job.layout import split_ranks
+from isogloss.job.monitors import guarded_monitors
 from isogloss.job.step_report import StepReport, gradient_norm_of
 from isogloss.job.transfers import Moment, Readback
 from isogloss.log import Log
@@ -52,10 +52,9 @@ from isogloss.writing.writer_process import WriterError, WriterStopped
 def main(cfg):
     """Train, export, and end; wrong input ends every rank with one line before the first step."""
     launch.silence_libraries()
-    with watch.signal_handlers_restored(), watch.end_with_launchers():
-        with refusing(loud=is_first_of_node()):
-            roles = split_ranks(cfg.teacher_ranks) if cfg.teacher_ranks and cfg.kd_weight else None
-            launch.join_store()
+    with (watch.signal_handlers_restored(), watch.end_with_launchers(),
+          guarded_monitors(cfg)):
+        roles = launch.join_job(cfg.teacher_ranks if cfg.kd_weight else 0)
         run = build.serve_teachers if roles and roles.role == "teacher" else train_student
         with watch.end_together(roles):
             run(cfg, roles, launch.start_distributed(roles))

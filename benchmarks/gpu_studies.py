@@ -122,6 +122,8 @@ def model_of(place, name, layers):
             model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
         model.save_pretrained(folder)
         tokenizer.save_pretrained(folder)
+        del model
+        gpu.peak_gib(reset=True)  # the memory is the job's now
 
     key = f"{name.replace('/', '--')}-{layers}"
     return made_once(place.folder / key, make)

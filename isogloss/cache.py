@@ -40,7 +40,6 @@ from isogloss.data.mixture import sources_of
 from isogloss.data.open_data import holds_chats
 from isogloss.errors import DataError
 from isogloss.flags.model_names import is_address, read_model_name, without_secrets
-from isogloss.flags.parse import refusing
 from isogloss.inputs import load_text_encoder, open_rows
 from isogloss.job import launch
 from isogloss.job.files import check_shared, size_and_checksum
@@ -603,8 +602,7 @@ def main(args):
     """Write a cache; wrong input ends every rank with one line."""
     launch.silence_libraries()
     with signal_handlers_restored(), end_with_launchers():
-        with refusing():
-            launch.join_store()
+        launch.join_job(0)
         with end_together():
             run(args, launch.start_distributed())
     dist.destroy_process_group()

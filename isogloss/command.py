@@ -99,8 +99,9 @@ def main():
     # of a process that a signal has ended it makes no exit code
     if started[-1].returncode:
         number = -started[-1].returncode
-        print(f"isogloss-distill: the launcher of the ranks was ended by {signal.Signals(number).name}"
-              "; they save and end too", file=sys.stderr)
+        name = signal.Signals(number).name
+        print(f"isogloss-distill: the launcher of the ranks was ended by {name}; they save and end "
+              "too", file=sys.stderr)
         raise SystemExit(128 + number)
 
 

@@ -13,7 +13,8 @@ from isogloss.flags.terminal import one_line
 
 FIRST = "eval/student_bits_per_byte"  # what a run is judged by
 DEFAULT = f"{FIRST},eval/kd,loss"
-LARGEST = 10**15  # of steps and numbers that can be drawn
+MOST_STEPS = 10**15
+LARGEST = 1e300  # of numbers that can be drawn
 LINES_OF_SMOOTHING = 50  # so many points are drawn of a metric of every step
 
 
@@ -54,7 +55,7 @@ def read_run(folder):
     for number, text in enumerate(texts, 1):
         try:
             line = json.loads(text)
-            if not 0 <= operator.index(line["step"]) < LARGEST:
+            if not 0 <= operator.index(line["step"]) < MOST_STEPS:
                 raise ValueError("a step that no run takes")
         except (ValueError, TypeError, KeyError, RecursionError):
             if number == len(texts):

@@ -33,7 +33,7 @@ from isogloss.config import (
     routes_by_teacher,
     template_kwargs,
 )
-from isogloss.data import open_data, order, taught
+from isogloss.data import open_data, order
 from isogloss.data.batch import Collator, PairOptions
 from isogloss.data.chat import first_ids
 from isogloss.data.checks import check_column, has_text, lengths_of
@@ -224,12 +224,12 @@ def check_teaching(cfg, inputs, device):
     collator = build_collator(cfg, inputs, device, math.inf)
     names = [setup.name for setup in inputs.teachers]
     parts = [(data.train_data, data.reader) for data in inputs.data.sources]
-    taught.check_routes_taken(parts, collator, names)
-    taught.check_teacher_prompts(parts)
+    order.check_routes_taken(parts, collator, names)
+    order.check_teacher_prompts(parts)
     if all(setup.cfg.token_weights == "column" for setup in inputs.teachers):
-        taught.check_weights(parts)
+        order.check_weights(parts)
     prompter = build_prompter(cfg, inputs.student, 1) if cfg.on_policy == 1 else None
-    taught.check_taught(parts, collator, names, prompter)
+    order.check_taught(parts, collator, names, prompter)
 
 
 def steps_of_epochs(cfg, data, raw_ds_config):

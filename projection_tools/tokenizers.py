@@ -164,10 +164,10 @@ def reading(flag, name, what):
     """
     from transformers import PreTrainedConfig  # seconds to import
 
-    get_config_dict = PreTrainedConfig.get_config_dict
+    get_config_dict = PreTrainedConfig.get_config_dict.__func__
 
-    def with_dtypes(_, *args, **options):
-        config, unused = get_config_dict(*args, **options)
+    def with_dtypes(cls, *args, **options):
+        config, unused = get_config_dict(cls, *args, **options)
         return _with_torch_dtypes(config), unused
 
     try:

@@ -89,7 +89,9 @@ def test_an_empty_turn_ends_too(encoders):
     assert (batch.teachers[0].student_chunk >= 0).sum() == 1
 
 
-@pytest.mark.parametrize("excluded", [{"weight": 0}, {"loss": False}, {"train": False}])
+@pytest.mark.parametrize("excluded", [
+    {"weight": 0}, {"loss": False}, {"train": False}, {"trainable": False}, {"loss_mask": 0},
+    {"masked": True}, {"weight": 0.0, "train": True}])
 def test_a_message_that_its_row_excludes_is_read_and_not_learned(encoders, excluded):
     chat = [CHAT[0], CHAT[1] | excluded, *CHAT[2:]]
     batch, whole = [collator(encoders)([messages]) for messages in (chat, CHAT)]

@@ -13,6 +13,7 @@ from isogloss.data.chat_rows import as_messages, as_tools, problem_of, problem_o
 from isogloss.data.open_data import holds_chats, load_dataset
 from isogloss.data.order import ExampleReader
 from isogloss.data.rollouts import Prompter
+from isogloss.data.turns import Template
 from isogloss.errors import DataError
 from test_chat import CHATML, collator, with_templates
 
@@ -32,6 +33,7 @@ def with_call(**call):
     return dict(ANSWER, tool_calls=[call])
 
 
+THINKING = dict(ANSWER, reasoning_content="hm")
 CALL_OF_ONE = {"name": "look_up", "arguments": {"at": 1}}
 CALLING = dict(ANSWER, content="", tool_calls=[CALL])
 
@@ -47,10 +49,9 @@ MESSAGES = {
     "no content": ({"role": "assistant", "tool_calls": [CALL]}, CALLING),
     "keys that are null": (dict(USER, tool_calls=None, name=None), USER),
     "a key of its own": (dict(USER, name="Ann"), dict(USER, name="Ann")),
-    "arguments as text": (with_call(function={"name": "look_up", "arguments": '{"at": 1}'}),
-                          with_call(function=CALL_OF_ONE)),
-    "a bare call": (with_call(name="look_up", arguments='{"at": 1}'),
-                    with_call(type="function", function=CALL_OF_ONE)),
+    "arguments as text": (with_call(function={"name": "look_up", "arguments": '{"at": 1e3}'}),) * 2,
+    "a bare call": (with_call(name="look_up", arguments='{"at": 1}'), with_call(
+        type="function", function=CALL_OF_ONE | {"arguments": '{"at": 1}'})),
     "no arguments": (with_call(function={"name": "look_up", "arguments": ""}),
                      with_call(function={"name": "look_up", "arguments": {}})),
     "a call as OpenAI had it": (
@@ -71,6 +72,28 @@ MESSAGES = {
     "calls by ShareGPT": (
         {"from": "function_call", "value": '[{"name": "look_up", "arguments": {"at": 1}}]'},
         with_call(type="function", function=CALL_OF_ONE) | {"content": ""}),
+    "numbers of a call by ShareGPT": (
+        {"from": "function_call", "value": '{"name": "look_up", "arguments": {"at": [1e3, 2]}}'},
+        with_call(type="function", function=CALL_OF_ONE | {"arguments": '{"at": [1e3, 2]}'})
+        | {"content": ""}),
+    "spaces around a role": ({"role": " User\n", "content": " a"},
+                             {"role": "user", "content": " a"}),
+    "spaces around a name": ({"from": "gpt ", "value": "a"}, {"role": "assistant", "content": "a"}),
+    "a thought by another name": (dict(ANSWER, thought="hm"), THINKING),
+    "a thought in parts": (dict(ANSWER, reasoning="", reasoning_details=[
+        {"type": "reasoning.summary", "summary": "h"}, {"type": "reasoning.encrypted", "data": "x"},
+        {"type": "reasoning.text", "text": "m"}]), THINKING),
+    "a thought in the content": (dict(ANSWER, content=[
+        {"type": "thinking", "thinking": "hm", "signature": "x"}, text_part(ANSWER["content"])]),
+        THINKING),
+    "parts of a thought": (dict(ANSWER, content=[
+        {"type": "thinking", "thinking": [text_part("h"), text_part("m")]},
+        text_part(ANSWER["content"])]), THINKING),
+    "a thought as an API has it": (dict(ANSWER, content=[
+        {"type": "reasoning", "summary": [{"type": "summary_text", "text": "hm"}]},
+        {"type": "output_text", "text": ANSWER["content"]}]), THINKING),
+    "a thought alone": ({"role": "assistant", "content": None, "thought": "hm"},
+                        dict(THINKING, content="")),
     "both names": ({"role": "user", "content": "a", "from": None, "value": None},
                    {"role": "user", "content": "a"}),
 }
@@ -118,6 +141,9 @@ WRONG = {
     "has tool_calls that are 'look'": dict(ANSWER, content=None, tool_calls="look"),
     "has a tool call that is {'name': None}": with_call(name=None),
     "has a reasoning_content that is 1": dict(USER, reasoning_content=1),
+    "has a thought that is 1": dict(ANSWER, thought=1),
+    "has a 'weight' that is 0.5, expected 0 or 1": dict(ANSWER, weight=0.5),
+    "has a 'trainable' that is 'no', expected 0 or 1": dict(ANSWER, trainable="no"),
     "is from 'robot', expected one of human": {"from": "robot", "value": "a"},
     "has a role that is 1, expected text": {"from": 1, "value": "a"},
     "has no role": {"value": "a"},
@@ -142,6 +168,42 @@ def test_a_column_that_belongs_to_the_chats_and_is_not_read_is_named(tmp_path, k
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         load_dataset(file, "chat", optional_keys=("system",))
+
+
+@pytest.mark.parametrize("key", ["mask", "assistant_masks", "lossWeights", "train_detail"])
+def test_what_may_say_that_a_message_is_not_learned_and_is_not_read_is_named(key):
+    with pytest.warns(UserWarning, match=f"messages have a key '{key}', which is not read"):
+        as_messages([USER, dict(ANSWER, **{key: [1]})])
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        as_messages([USER, dict(ANSWER, weight=1.0, trainable=True, masked=False, loss_mask=1)])
+
+
+# what templates make of arguments: as they are, an object, always JSON of what they get
+ARGUMENTS = {
+    "text or an object": "{{ a if a is string else a | tojson }}",
+    "text": "{{ 'x' + a }}",
+    "an object": "{{ a | tojson }}",
+    "a named object": "{% if c.id | length != 9 %}{{ raise_exception('no') }}{% endif %}"
+                      "{{ a | tojson }}",
+    "items": "{% for key, value in a.items() %}{{ key }}={{ value }};{% endfor %}",
+}
+
+
+@pytest.mark.parametrize("kind", ARGUMENTS)
+def test_arguments_that_are_text_are_not_rewritten(tokenizers, kind):
+    template = ("{% for m in messages %}{{ m.content }}{% for c in m.tool_calls or [] %}"
+                "{% set a = c.function.arguments %}" + ARGUMENTS[kind] + "{% endfor %}{% endfor %}")
+    encoder, _ = with_templates(tokenizers, template)
+    written = '{"a":1e3, "b": [-0, 1.50], "c": 7}'
+    chat = as_messages([USER, with_call(function={"name": "f", "arguments": written})])
+    as_object = '{"a": 1e3, "b": [-0, 1.50], "c": 7}'
+    expected = {"an object": as_object, "a named object": as_object,
+                "items": "a=1e3;b=[-0, 1.50];c=7;"}.get(kind, written)
+    assert Template(encoder).write(chat).endswith(expected)
+    # an object has no letters of its own
+    chat = as_messages([USER, with_call(function={"name": "f", "arguments": {"a": 1000.0}})])
+    assert Template(encoder).write(chat).endswith("a=1000.0;" if kind == "items" else "1000.0}")
 
 
 def test_images_are_refused_or_dropped():

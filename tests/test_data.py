@@ -9,11 +9,12 @@ import datasets
 import pytest
 import torch
 
-from isogloss.data import order, workers as processes
+from isogloss.data import order
 from isogloss.data.open_data import load_dataset
 from isogloss.data.turns import SkippedChat, Template
 from isogloss.data.workers import Loader
 from isogloss.errors import DataError
+from isogloss.job import trial
 from isogloss.log import Waiting
 from test_chat import CHAT, refuse_chats_of, with_templates
 
@@ -86,7 +87,7 @@ HARMFUL = {
 @pytest.mark.parametrize("side", [0, 1])
 def test_a_template_that_does_harm_is_refused(tokenizers, monkeypatch, template, side):
     if "1 seconds" in HARMFUL[template]:
-        monkeypatch.setattr(processes, "TRIAL_SECONDS", 1)
+        monkeypatch.setattr(trial, "TRIAL_SECONDS", 1)
     encoders = with_templates(tokenizers)
     encoders[side].tokenizer.chat_template = template
     dataset = datasets.Dataset.from_dict({"text": [CHAT]})
@@ -108,9 +109,9 @@ def test_a_chat_too_large_for_memory_is_skipped_later(tokenizers):
 
 def test_a_trial_that_is_killed_ends_alone():
     harmless = "b", lambda: ["a", 2]
-    assert processes.in_bounds([harmless, harmless]) == [["a", 2], ["a", 2]]
+    assert trial.in_bounds([harmless, harmless]) == [["a", 2], ["a", 2]]
     with pytest.raises(ValueError, match="a ends the process that tries it"):
-        processes.in_bounds([harmless, ("a", lambda: os.kill(os.getpid(), signal.SIGKILL))])
+        trial.in_bounds([harmless, ("a", lambda: os.kill(os.getpid(), signal.SIGKILL))])
 
 
 def steps_of(dataset, num_ranks, micro_batch_size, grad_accum_steps, workers=0, start=0, steps=6,

@@ -365,6 +365,8 @@ PUBLIC = {
     "COMET_API_KEY=k3y python": "COMET_API_KEY=*** python",
     "the server says: no pr0ject-key here": "the server says: no *** here",
     "eos_token: </s>, org/name?": "eos_token: </s>, org/name?",
+    "a writer --api-key=k3y --hub-token k3y --token -v --prompt_tokens 32":
+        "a writer --api-key=*** --hub-token *** --token -v --prompt_tokens 32",
 }
 
 
@@ -382,7 +384,8 @@ def test_stars_stand_for_what_is_secret(line, secret_variable, capsys):
 
 
 def test_a_long_text_is_no_work():
-    for text in ("a_b" * 10**6, "://a" * 10**6):  # minutes, if every place looked to the end
+    # minutes, if every place looked to the end
+    for text in ("a_b" * 10**6, "://a" * 10**6, "-a" * 10**6):
         assert model_names.without_secrets(text) == text
 
 

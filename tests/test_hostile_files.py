@@ -17,6 +17,7 @@ from isogloss.checkpoints import model_card
 from isogloss.data import long_texts, order, workers
 from isogloss.evaluation import code_tasks
 from isogloss.inputs import load_text_encoder
+from isogloss.job import trial
 from isogloss.job.files import size_and_checksum
 from isogloss.teachers import cache_checks, cache_files, cached, packed_rows, text_server
 from isogloss.teachers.model import ModelSpec, truncate
@@ -270,7 +271,7 @@ def test_a_forged_cache_ends_with_one_line_in_bounds(caches, tmp_path, case):
     for path in (caches / kind).iterdir():
         (copy / path.name).write_bytes(path.read_bytes())
     change(copy)
-    [line] = workers.in_bounds([("reading", lambda: read_cache(copy))])
+    [line] = trial.in_bounds([("reading", lambda: read_cache(copy))])
     assert expected in line and "\n" not in line, line
     assert line.startswith("--teacher_cache ")
 
@@ -305,7 +306,7 @@ def test_a_card_of_others_is_read_in_bounds(tmp_path, case):
     front, expected = CARDS[case]
     (tmp_path / "README.md").write_text(f"---\n{front}\n---\n# A model\n")
     model_card.card_of.cache_clear()
-    assert workers.in_bounds([("reading", lambda: model_card.card_of(str(tmp_path)))]) == [expected]
+    assert trial.in_bounds([("reading", lambda: model_card.card_of(str(tmp_path)))]) == [expected]
 
 
 def test_a_card_that_has_no_end_is_read_to_its_bound(tmp_path):
@@ -313,7 +314,7 @@ def test_a_card_that_has_no_end_is_read_to_its_bound(tmp_path):
     with open(tmp_path / "README.md", "wb") as file:
         file.write(b"---\nlicense: mit\n---\n")
         file.truncate(2**36)
-    [card] = workers.in_bounds([("reading", lambda: model_card.card_of(str(tmp_path)))])
+    [card] = trial.in_bounds([("reading", lambda: model_card.card_of(str(tmp_path)))])
     assert card == {"license": "mit"}
 
 
@@ -337,7 +338,7 @@ def test_deep_files_of_a_model_end_with_one_line(models, tmp_path, file):
 # {what of others is checked, of docs/limits.md: the numbers there}
 LIST = {
     "a model's chat template, in every command":
-        [workers.TRIAL_SECONDS, workers.TRIAL_BYTES >> 30, order.CHATS_TO_TRY],
+        [trial.TRIAL_SECONDS, trial.TRIAL_BYTES >> 30, order.CHATS_TO_TRY],
     "what it writes of later chats":
         [long_texts.MOST_CHARACTERS, workers.TRAINING_TIMEOUT.total_seconds() // 60],
     "a model's code": [],

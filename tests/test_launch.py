@@ -422,8 +422,9 @@ def test_no_thread_of_a_group_outlives_it():
 # --- signals through the real launcher ------------------------------------------------------------
 
 
-# name: (what sends the signal to which process, exit code of isogloss-distill; None: of `deepspeed`,
-# any).  Ranks get a SIGTERM for that of the command below, and a SIGHUP in test_distributed.py.
+# name: (what sends the signal to which process, exit code of isogloss-distill; None: `deepspeed`
+# starts it, and any code will do).  Ranks get a SIGTERM for that of the command below, and a
+# SIGHUP in test_distributed.py.
 SIGNALS = {
     "SIGKILL to the launcher": (lambda job: os.kill(*job.launchers(), signal.SIGKILL), 137),
     "Ctrl-C": (lambda job: os.killpg(job.runner.pid, signal.SIGINT), None),

@@ -171,9 +171,12 @@ def test_a_full_disk_is_not_blamed_on_the_data(tmp_path):
     for error in (wrapped, OSError("Not enough disk space. Needed: 9 GiB")):
         with pytest.raises(DataError, match=r"^HF_DATASETS_CACHE "), explained(source):
             raise error
-    of_data = OSError(errno.EIO, "Input/output error", source)
-    with pytest.raises(DataError, match=r"^--data "), explained(source):
-        raise of_data
+    cached = f"{datasets.config.HF_DATASETS_CACHE}/a/b"
+    with pytest.raises(DataError, match=r"^HF_DATASETS_CACHE "), explained(source):
+        raise OSError(errno.EACCES, "Permission denied", cached)
+    for number, file in ((errno.EIO, source), (errno.ENOENT, cached), (errno.EIO, None)):
+        with pytest.raises(DataError, match=r"^--data "), explained(source):
+            raise OSError(number, "no", file)
 
 
 def test_a_changed_file_is_read_again(tmp_path):

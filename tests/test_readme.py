@@ -112,6 +112,8 @@ def test_tables_agree_with_the_log():
     log_lines = [cells_of(line) for line in log.splitlines() if line.startswith("|")]
     results = (ROOT / "docs" / "results.md").read_text()
     claims, *losses = re.findall(r"(?:^\|.*\n)+", results, re.M)
+    # that of a GPU is made of docs/log/gpu_day.json, see test_benchmarks.py
+    losses = [table for table in losses if not table.startswith("| study |")]
     for path in re.findall(r"(?:benchmarks|tests)/\w+\.py", claims):
         assert (ROOT / path).exists(), path
     for line in chain(*(table.splitlines()[2:] for table in losses)):

@@ -13,16 +13,11 @@ import numpy as np
 
 from isogloss.align import Located, Region, align_regions, character_starts, locate
 from isogloss.align_dp import align_dp, common_spans
+from isogloss.data.chat_rows import EXCLUDING, is_learned, thought_of
 from isogloss.data.ends import turn_ends
 from isogloss.data.long_texts import MOST_CHARACTERS, fits
 from isogloss.data.sample import EncodedText, bytes_of_tokens
-from isogloss.data.turns import (
-    SkippedChat,
-    Stretch,
-    Template,
-    stretches,
-    thought_of,
-)
+from isogloss.data.turns import SkippedChat, Stretch, Template, stretches
 
 BLANK = "\ue000\ue002"  # for a content, of Unicode's private use area, so it is in no chat
 GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")  # where a template marks the assistant's
@@ -227,7 +222,7 @@ def _framed_turns(messages, encoder, data, stop_begin):
 
 def _holds_content_alone(message):
     held = {key for key, value in message.items() if value not in (None, "", [])}
-    return (held - {"weight", "loss", "train"} == {"role", "content"}
+    return (held - EXCLUDING.keys() == {"role", "content"}
             and isinstance(message["content"], str))
 
 
@@ -295,12 +290,6 @@ def _marked_turns(messages, encoder, template, ids, located, data):
 
 
 # --- what is learned ------------------------------------------------------------------------------
-
-
-def is_learned(message):
-    """Tell whether a message is one of the assistant's that its row does not exclude."""
-    excluded = message.get("weight") == 0 or False in (message.get("loss"), message.get("train"))
-    return message["role"] == "assistant" and not excluded
 
 
 def encode_chat(messages, rendering, encoder, train_on=None, context=0):

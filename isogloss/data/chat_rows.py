@@ -3,17 +3,28 @@
 Messages may differ in their keys; a content may be null or a list of parts; a chat may name its
 roles as ShareGPT does ("from", "value"); a list of objects may be an object of lists, as a Sequence
 of `datasets` is.  `problem_of` tells what cannot be read, in words that follow the name of the row;
-`as_messages` and `as_tools` read what it lets pass.
+`as_messages` and `as_tools` read what it lets pass, and `in_shape` has what single templates want.
 
 Tests: tests/test_chat_rows.py.
 """
 
+import itertools
 import json
 import warnings
 
 from isogloss.data.long_texts import MOST_CHARACTERS
-from isogloss.data.turns import REASONING, thought_of
 
+# Keys of what a message thought: names that templates read, and all that data has.
+REASONING = "reasoning_content", "reasoning", "thinking", "tool_plan"
+THOUGHTS = (*REASONING, "thought", "reasoning_details")
+THOUGHT_PARTS = "thinking", "reasoning"  # types of parts of a content
+# Keys that say whether a message is learned -> the value that says no; the other one of 0 and 1.
+EXCLUDING = dict.fromkeys(
+    ("weight", "loss", "train", "trainable", "is_trainable", "training", "train_on", "loss_mask",
+     "loss_weight", "train_mask", "compute_loss"), 0) | dict.fromkeys(
+    ("masked", "is_masked", "mask_loss", "no_loss", "ignore_loss"), 1)
+STAND_IN = 918_273_645_000_000  # and more: numbers that are in no chat
+EXCLUDING_WORDS = "mask", "loss", "train"  # in a key that may say so, too
 # Names that no template knows for the assistant and the user -> theirs, in any case.
 OTHER_NAMES = {
     "human": "user", "gpt": "assistant", "chatgpt": "assistant", "bing": "assistant",
@@ -73,6 +84,10 @@ def _has_text(part):
     return isinstance(part, str) or part.get("type") not in OTHER_PARTS
 
 
+def _is_thought(part):
+    return isinstance(part, dict) and part.get("type") in THOUGHT_PARTS
+
+
 def is_text(value):
     """Tell whether all strings of a value can be written as UTF-8, which lone surrogates cannot."""
     if isinstance(value, dict):
@@ -119,7 +134,7 @@ def _problem_of_message(message):
     if not isinstance(message, dict):
         value = "null" if message is None else f"{message!r:.40}"
         return f"is {value}, expected role and content"
-    role = _role_of(message)
+    role = message.get("from") if message.get("role") is None else message["role"]
     if role is not None and not isinstance(role, str):
         return f"has a role that is {role!r:.40}, expected text"
     content = _content_of(message)
@@ -128,12 +143,18 @@ def _problem_of_message(message):
         return problem
     if role is None:
         return "has no role"
+    role = role.strip()
     if message.get("role") is None and role.lower() not in ROLES:
         return f"is from {role!r:.40}, expected one of {', '.join(ROLES)}"
-    problem = _problem_of_calls(message)
+    problem = _problem_of_calls(message) or _problem_of_thoughts(message)
     if problem:
         return problem
-    if content is None and not _calls_of(message) and not thought_of(message):
+    if ROLES.get(role.lower()) == "assistant":
+        for key in EXCLUDING.keys() & message.keys():
+            if message[key] not in (None, 0, 1):
+                return (f"has a {key!r} that is {message[key]!r:.40}, expected 0 or 1, or a truth "
+                        "value: a message is learned or not (--weight_key has weights of rows)")
+    if content is None and not _calls_of(message) and not _thought_in(message):
         return "has no content"
     return None
 
@@ -149,7 +170,7 @@ def _problem_of_content(content):
         if not isinstance(part, dict):
             return f"has a content that is {content!r:.40}, expected text"
         kind = part.get("type") or "text"
-        if kind in OTHER_PARTS:
+        if kind in (*OTHER_PARTS, *THOUGHT_PARTS):
             continue
         if kind not in TEXT_PARTS:
             return f"has a part of type {kind!r:.40}, expected parts of text alone"
@@ -166,9 +187,14 @@ def _problem_of_calls(message):
         function = call.get("function", call)
         if not isinstance(function, dict) or not isinstance(function.get("name"), str):
             return f"has a tool call that is {call!r:.40}, expected a function with a name"
-    for key in REASONING:
-        if not isinstance(message.get(key) or "", str):
-            return f"has a {key} that is {message[key]!r:.40}, expected text"
+    return None
+
+
+def _problem_of_thoughts(message):
+    for key in THOUGHTS:
+        value = message.get(key) or ""
+        if not isinstance(value, str | list | dict):
+            return f"has a {key} that is {value!r:.40}, expected text"
     return None
 
 
@@ -214,9 +240,16 @@ def _as_message(message, is_filled):
     else:
         kept["role"] = _known_name(kept["role"])
     for key, value in message.items():
-        if value is not None and key not in ("role", "content", "from", "value"):
+        if value is not None and key not in ("role", "content", "from", "value", *THOUGHTS):
             value = listed(value) if key == "tool_calls" else value
             kept[key] = without_nulls(value) if is_filled else value
+    if _thought_in(message):
+        kept[REASONING[0]] = _thought_in(message)
+    if kept["role"] == "assistant":
+        for key in kept.keys() - EXCLUDING.keys():
+            if any(word in key.lower() for word in EXCLUDING_WORDS):
+                warnings.warn(f"messages have a key {key!r}, which is not read: if it says what is "
+                              'not learned, name it "weight" and let it be 0 there', stacklevel=2)
     calls = _calls_of(kept)
     if calls:
         kept.pop("function_call", None)
@@ -226,7 +259,7 @@ def _as_message(message, is_filled):
 
 def _role_of(message):
     role = message.get("role")
-    return message.get("from") if role is None else role
+    return (message["from"] if role is None else role).strip()
 
 
 def _content_of(message):
@@ -241,12 +274,39 @@ def _joined(content):
     if isinstance(content, str):
         return content
     return "".join(part if isinstance(part, str) else part["text"]
-                   for part in content if _has_text(part))
+                   for part in content if _has_text(part) and not _is_thought(part))
+
+
+def _thought_in(message):
+    """Return what a message thought, by a key or by parts of its content; "": nothing is known."""
+    for key in THOUGHTS:
+        thought = _text_of_thought(message.get(key))
+        if thought:
+            return thought
+    content = _content_of(message)
+    return _text_of_thought(list(filter(_is_thought, content if isinstance(content, list) else [])))
+
+
+def _text_of_thought(value):
+    """Return the text of a thought, which may be a list of parts; encrypted ones have none."""
+    if isinstance(value, str):
+        return value
+    if isinstance(value, dict):
+        keys = ("text", "summary", "content", *THOUGHT_PARTS)
+        return next(filter(None, (_text_of_thought(value.get(key)) for key in keys)), "")
+    return "".join(map(_text_of_thought, value)) if isinstance(value, list) else ""
+
+
+def is_learned(message):
+    """Tell whether a message is one of the assistant's that its row does not exclude."""
+    excludes = [key for key, value in EXCLUDING.items()
+                if message.get(key) is not None and message[key] == value]
+    return message["role"] == "assistant" and not excludes
 
 
 def _known_name(role):
     """Return the name by which templates know a role, with a warning where it is another one."""
-    name = role.lower()
+    name = role.strip().lower()
     known = OTHER_NAMES.get(name, name if name in ("assistant", "user", "system") else role)
     if known != role:
         warnings.warn(f"messages of the role {role!r} are read as of {known!r}", stacklevel=2)
@@ -258,12 +318,13 @@ def _read_sharegpt(message):
     name = message["role"].lower()
     message["role"] = ROLES[name]
     if name == "function_call":
-        calls = _json_of(message["content"])
+        numbers = {}
+        calls = _json_of(message["content"], numbers)
         calls = calls if isinstance(calls, list) else [calls]
         if calls and all(isinstance(call, dict) and isinstance(call.get("name"), str)
                          for call in calls):
             message["content"] = ""
-            message["tool_calls"] = calls
+            message["tool_calls"] = [_with_numbers(call, numbers) for call in calls]
 
 
 def _in_wrapper(function):
@@ -273,26 +334,50 @@ def _in_wrapper(function):
 
 
 def _as_call(call):
-    """Return a tool call as templates expect it: in its wrapper, its arguments an object.
+    """Return a tool call as templates expect it: in its wrapper, and with arguments.
 
-    Arguments that are text would be written as JSON once more, and none would be written as such.
+    Those that are text stay as they are: a model has written these letters, see `in_shape`.
     """
     call = _in_wrapper(call)
-    arguments = call["function"].get("arguments")
-    value = _json_of(arguments) if arguments else {}
-    if not isinstance(value, dict):
-        return call
-    return call | {"function": call["function"] | {"arguments": value}}
+    arguments = call["function"].get("arguments") or {}
+    return call | {"function": call["function"] | {"arguments": arguments}}
 
 
-def _json_of(value):
-    """Return what a text holds as JSON, or None; another value as it is."""
-    if not isinstance(value, str):
+def _json_of(text, numbers):
+    """Return what a text holds as JSON; None: it is none.
+
+    Args:
+        numbers: {a number as Python writes it: as the text has it}, to which those are added that
+            Python would write otherwise, such as 1e3; others stand for them, see `restored`.
+    """
+    def number(read, written):
+        value = read(written)
+        if json.dumps(value) == written:
+            return value
+        value = STAND_IN + len(numbers) + 0.5
+        numbers[str(value)] = written
         return value
+
     try:
-        return json.loads(value)
-    except ValueError:
+        return json.loads(text, parse_int=lambda written: number(int, written),
+                          parse_float=lambda written: number(float, written))
+    except (ValueError, RecursionError):
         return None
+
+
+def restored(text, numbers):
+    """Return a text with the numbers that others stand for; see `_json_of`."""
+    for stand_in, written in numbers.items():
+        text = text.replace(stand_in, written)
+    return text
+
+
+def _with_numbers(call, numbers):
+    """Return a call whose arguments are text if they hold numbers that others stand for."""
+    text = json.dumps(call.get("arguments"), ensure_ascii=False)
+    if restored(text, numbers) == text:
+        return call
+    return call | {"arguments": restored(text, numbers)}
 
 
 def as_tools(tools, is_filled=False):
@@ -312,3 +397,78 @@ def without_nulls(value):
     if isinstance(value, list):
         return [without_nulls(item) for item in value]
     return value
+
+
+# --- what single templates want -------------------------------------------------------------------
+
+
+def thought_of(message):
+    """Return what a message thought, by whichever of the names that templates read; "": nothing."""
+    return next((message[key] for key in REASONING if message.get(key)), "")
+
+
+def with_all_names(message):
+    """Give the thoughts of a message every name that templates read."""
+    thought = thought_of(message)
+    return message | dict.fromkeys(REASONING, thought) if thought else message
+
+
+def _as_it_is(arguments, numbers):
+    return arguments
+
+
+def _as_object(arguments, numbers):
+    value = _json_of(arguments, numbers) if isinstance(arguments, str) else arguments
+    return value if isinstance(value, dict) else arguments
+
+
+def _as_text(arguments, numbers):
+    return arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+
+
+# (whether calls are named by nine letters, what becomes of arguments), as most want them first
+SHAPES = list(itertools.product((False, True), (_as_it_is, _as_object, _as_text)))
+
+
+def in_shape(messages, shape, numbers):
+    """Return messages with their calls in one of the SHAPES; numbers: see `_json_of`."""
+    has_names, form = shape
+    changed = []
+    for message in _with_ids(messages) if has_names else messages:
+        calls = []
+        for call in message.get("tool_calls") or []:
+            arguments = form(call["function"].get("arguments", {}), numbers)
+            calls.append(call | {"function": call["function"] | {"arguments": arguments}})
+        changed.append(message | {"tool_calls": calls} if calls else message)
+    return changed
+
+
+def has_its_arguments(text, messages):
+    """Tell whether a rendering has all arguments that are text, neither escaped nor left out."""
+    for message in messages:
+        for call in message.get("tool_calls") or []:
+            arguments = call["function"].get("arguments")
+            if isinstance(arguments, str) and arguments not in text:
+                return False
+    return True
+
+
+def _with_ids(messages):
+    """Name calls and their results by nine letters, as Mistral's templates want it."""
+    changed = []
+    numbers = itertools.count()
+    names = {}
+    waiting = []  # calls without a result so far
+    for message in messages:
+        calls = []
+        for call in message.get("tool_calls") or []:
+            name = f"call{next(numbers):05d}"
+            names[call.get("id")] = name
+            calls.append(call | {"id": name})
+            waiting.append(name)
+        if message["role"] == "tool" and waiting:
+            name = names.get(message.get("tool_call_id") or object())
+            name = waiting.pop(waiting.index(name) if name in waiting else 0)
+            message = message | {"tool_call_id": name}
+        changed.append(message | {"tool_calls": calls} if calls else message)
+    return changed

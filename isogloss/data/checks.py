@@ -30,7 +30,7 @@ import zstandard
 from datasets import config
 from huggingface_hub.constants import HF_HUB_CACHE
 
-from isogloss.data.chat_rows import problem_of
+from isogloss.data.chat_rows import THOUGHTS, problem_of
 from isogloss.errors import DataError
 from isogloss.flags.yaml_file import without_twins
 
@@ -216,7 +216,9 @@ def _cache_of(error, source):
     if isinstance(named, str) and named not in (os.path.expanduser(source), *local_files(source)):
         for variable, cache in caches.items():
             both = [os.path.abspath(cache), os.path.abspath(named)]
-            if os.path.commonpath(both) in both:  # in the cache, or above: it cannot be made
+            common = os.path.commonpath(both)
+            # above or at the cache, which cannot be made; in it, where a file is not just missing
+            if common == both[1] or (common == both[0] and error.errno != errno.ENOENT):
                 return variable, cache
     if isinstance(error, OSError) and (error.errno in FULL or NO_SPACE in str(error)):
         return "HF_DATASETS_CACHE", caches["HF_DATASETS_CACHE"]
@@ -404,7 +406,7 @@ def _bad_messages(messages):
     yield "has no role", pc.struct_field(messages, role).is_null()
     missing = pc.struct_field(messages, content).is_null()
     # A message may be a tool call or a thought alone; that those are not empty is seen later.
-    for name in ("tool_calls", "reasoning_content"):
+    for name in ("tool_calls", "function_call", *THOUGHTS):
         if name in fields:
             missing = pc.and_(missing, pc.struct_field(messages, name).is_null())
     yield "has no content", missing

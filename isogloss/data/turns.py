@@ -17,9 +17,17 @@ from datetime import date
 from functools import lru_cache, partial
 from typing import NamedTuple
 
-from isogloss.data.workers import in_bounds
+from isogloss.data.chat_rows import (
+    REASONING,
+    SHAPES,
+    has_its_arguments,
+    in_shape,
+    restored,
+    thought_of,
+    with_all_names,
+)
+from isogloss.job.trial import in_bounds
 
-REASONING = "reasoning_content", "reasoning", "thinking"  # keys of what a message thought
 DATE = "strftime_now"  # what templates ask for the date
 THOUGHT_BEGIN = "<think>"  # of a thought in a content
 THOUGHT_END = "</think>"
@@ -119,21 +127,28 @@ class Template:
             SkippedChat: it does not render them.
         """
         options = (options or {"tokenize": False}) | self._options
-        messages = list(map(_with_all_names, messages))
+        messages = list(map(with_all_names, messages))
         has_calls = any(message.get("tool_calls") for message in messages)
         problem = None
         for shape in self._shapes if has_calls else SHAPES[:1]:
+            numbers = {}
             try:
-                written = self._write(shape(messages), add_generation_prompt=is_prompt, **options)
-                if not _is_escaped(written, messages):
-                    if has_calls:
-                        self._shapes = sorted(SHAPES, key=lambda other: other is not shape)
-                    return written
-                problem = problem or "it escapes quotation marks as on a web page"
+                written = self._write(in_shape(messages, shape, numbers),
+                                      add_generation_prompt=is_prompt, **options)
             except Exception as error:  # templates raise whatever they like
                 if self._encoder.trial == "now" and isinstance(error, MemoryError):
                     raise
                 problem = problem or error
+                continue
+            if isinstance(written, str):
+                written = restored(written, numbers)
+                if shape[1] is SHAPES[0][1] and not has_its_arguments(written, messages):
+                    continue
+            if not _is_escaped(written, messages):
+                if has_calls:
+                    self._shapes = sorted(SHAPES, key=lambda other: other != shape)
+                return written
+            problem = problem or "it escapes quotation marks as on a web page"
         what = "prompt" if is_prompt else "chat"
         raise SkippedChat(f"the chat template of {self.name} refuses a {what}: {problem}")
 
@@ -145,62 +160,9 @@ class Template:
             return None
 
 
-def thought_of(message):
-    """Return what a message thought, by whichever of its names; "": nothing."""
-    return next((message[key] for key in REASONING if message.get(key)), "")
-
-
-def _with_all_names(message):
-    """Give the thoughts of a message every name that templates read."""
-    thought = thought_of(message)
-    return message | dict.fromkeys(REASONING, thought) if thought else message
-
-
 def _is_escaped(written, messages):
     """Tell whether jinja has escaped a text, as where a template adds to what it calls safe."""
     return ESCAPED in written and ESCAPED not in json.dumps(messages, default=str)
-
-
-def _with_text_arguments(messages):
-    """Write the arguments of calls as JSON, for templates that add them to a text."""
-    def as_text(call):
-        arguments = call["function"].get("arguments", "")
-        if not isinstance(arguments, str):
-            arguments = json.dumps(arguments, ensure_ascii=False)
-        return call | {"function": call["function"] | {"arguments": arguments}}
-
-    return [_with_calls(message, map(as_text, message.get("tool_calls") or []))
-            for message in messages]
-
-
-def _with_ids(messages):
-    """Name calls and their results by nine letters, as Mistral's templates want it."""
-    changed = []
-    numbers = itertools.count()
-    names = {}
-    waiting = []  # calls without a result so far
-    for message in messages:
-        calls = []
-        for call in message.get("tool_calls") or []:
-            name = names[call.get("id")] = f"call{next(numbers):05d}"
-            calls.append(call | {"id": name})
-        waiting += [call["id"] for call in calls]
-        if message["role"] == "tool" and waiting:
-            name = names.get(message.get("tool_call_id") or MARK)
-            name = waiting.pop(waiting.index(name) if name in waiting else 0)
-            message = message | {"tool_call_id": name}
-        changed.append(_with_calls(message, calls))
-    return changed
-
-
-def _with_calls(message, calls):
-    calls = list(calls)
-    return message | {"tool_calls": calls} if calls else message
-
-
-# messages as templates may want them, as most do first
-SHAPES = (list, _with_text_arguments, _with_ids,
-          lambda messages: _with_text_arguments(_with_ids(messages)))
 
 
 class Header(NamedTuple):
@@ -302,8 +264,12 @@ def _part_of_content(name, content, begin, end):
 
 def _with_arguments(calls, words):
     """Return the calls of a message with other arguments, not other names: results have those."""
-    return {"tool_calls": [call | {"function": call["function"] | {"arguments": {"a": words}}}
-                           for call in calls]}
+    changed = []
+    for call in calls:
+        is_text = isinstance(call["function"].get("arguments"), str)
+        arguments = json.dumps({"a": words}) if is_text else {"a": words}
+        changed.append(call | {"function": call["function"] | {"arguments": arguments}})
+    return {"tool_calls": changed}
 
 
 class Piece(NamedTuple):
@@ -364,8 +330,8 @@ def _places_at_once(parts, messages, text, write):
         return {}
     begin = len(first)
     for index, behind in zip(map(int, rest[::2]), rest[1::2]):
-        words = parts[index][1].words
-        for words in (words, words.strip(), words.lstrip(), words.rstrip()):
+        held = parts[index][1].words
+        for words in (held, held.strip(), held.lstrip(), held.rstrip()):
             if text.startswith(words + behind, begin):
                 break
         else:
@@ -430,7 +396,6 @@ class Run(NamedTuple):
     low: where what stands in front of them ends; high: where what stands behind them begins.
     before: the Piece in front of them; None: nothing is.
     last: the last one of them.
-    is_last: no other Run of the message follows.
     """
 
     message: int
@@ -647,7 +612,7 @@ def doubts(messages, encoder, tools=None):
 
 
 def _whole(text, place):
-    """Return a place in a text, or that where a mark or word begins in the middle of which it is."""
+    """Return a place in a text, cut back to where the mark or word begins that it is inside of."""
     for unit in UNIT.finditer(text):
         if unit.end() >= place:
             return place if unit.end() == place else min(place, unit.start())

@@ -12,34 +12,28 @@ Tests: tests/test_workers.py.
 """
 
 import contextlib
-import ctypes
 import fcntl
 import gc
-import json
 import multiprocessing
 import os
 import pickle
 import queue
-import resource
 import signal
 import socket
 import threading
 import time
 import traceback
-from pathlib import Path
 
 import torch
 
 from isogloss.errors import DataError
 from isogloss.job.columns import Packed, pack
 from isogloss.job.rendezvous import TRAINING_TIMEOUT
+from isogloss.job.trial import end_with
 
 PREFETCHED = 2  # batches that wait in a worker to be sent, as many as torch's loader has
 PERIOD = 1.0  # seconds between looks at the workers and at the signals
 PATIENCE = 20.0  # seconds for which a rank that is asked to end waits for its data; not tuned
-PR_SET_PDEATHSIG = 1  # of Linux, see prctl(2)
-TRIAL_SECONDS = 30  # for what takes milliseconds
-TRIAL_BYTES = 2**30  # of memory, beside what the process has
 PIPE_BYTES = 2**20  # what every user may have; with the usual 64 KiB a batch takes 30 reads
 
 # (number of this process among the workers, how many there are)
@@ -173,63 +167,6 @@ def in_pinned_memory(batch):
 # --- what may be endless --------------------------------------------------------------------------
 
 
-def in_bounds(functions):
-    """Return what functions return, as JSON, in a fork that has TRIAL_SECONDS and TRIAL_BYTES.
-
-    Args:
-        functions: [(name, function)].
-    Raises:
-        ValueError: names the first that takes more, or ends the fork.
-    """
-    connection, other_end = multiprocessing.Pipe(duplex=False)
-    parent = os.getpid()
-    gc.freeze()  # see Worker
-    try:
-        process = os.fork()
-        if not process:
-            _try(functions, parent, other_end)
-    finally:
-        gc.unfreeze()
-    other_end.close()
-    values = []
-    try:
-        for name, _ in functions:
-            if not connection.poll(TRIAL_SECONDS):
-                raise ValueError(f"{name} does not end within {TRIAL_SECONDS} seconds")
-            problem, value = json.loads(connection.recv_bytes())
-            if problem:
-                raise ValueError(f"{name} {problem}")
-            values.append(value)
-    except EOFError:
-        raise ValueError(f"{name} ends the process that tries it") from None
-    finally:
-        connection.close()
-        os.kill(process, signal.SIGKILL)
-        os.waitpid(process, 0)
-    return values
-
-
-def _try(functions, parent, connection):
-    """Send [what is wrong or None, what it returns] of each function; run by its process."""
-    try:
-        _end_with(parent)
-        pages = int(Path("/proc/self/statm").read_text().split()[0])
-        most = pages * resource.getpagesize() + TRIAL_BYTES
-        hard = resource.getrlimit(resource.RLIMIT_AS)[1]
-        most = most if hard == resource.RLIM_INFINITY else min(most, hard)
-        resource.setrlimit(resource.RLIMIT_AS, (most, hard))
-        for _, function in functions:
-            try:
-                answer = None, function()
-            except MemoryError:
-                answer = f"takes more than {TRIAL_BYTES >> 30} GiB of memory", None
-            connection.send_bytes(json.dumps(answer).encode())
-    except Exception:  # a bug of ours
-        traceback.print_exc()
-    finally:
-        os._exit(1)  # what was inherited is not this process's to clean up
-
-
 # --- in the worker --------------------------------------------------------------------------------
 
 
@@ -237,7 +174,7 @@ def _work(batches, place, parent, connection):
     """Prepare and send the batches of one worker; run by its process."""
     global _place
     _place = place
-    _end_with(parent)
+    end_with(parent)
     _close_listening_sockets()
     # a job that has to end takes a checkpoint first, which needs its workers
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
@@ -274,13 +211,6 @@ def _send(messages, connection):
             while memory:
                 memory = memory[os.write(connection.fileno(), memory) :]
     except BaseException:
-        os._exit(1)
-
-
-def _end_with(parent):
-    """End this process as soon as its parent ends, however that happens."""
-    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:  # it has ended before the call
         os._exit(1)
 
 

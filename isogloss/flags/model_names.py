@@ -24,9 +24,12 @@ ADDRESS = re.compile(
     r"\b([A-Za-z][\w+.-]{0,30}://)"
     r"([^\s\"<>/]{0,500}@|[^\s\"<>/:@]{0,500}:(?!\d+/)[^\s\"<>]{0,500}@)?([^\s\"<>?]*)"
     r"(\?[^\s\"<>]*?(?=[:;,.)\]']*(?:[\s\"<>]|$)))?")
-SECRET_NAME = (r"(?:\w*_)?(?:api_?key|access_token|auth_token|hf_token|password|passwd|"
-               r"secret(?:_key)?)")
+SECRET_NAME = (r"(?:\w*_)?(?:api[_-]?key|access[_-]token|auth[_-]token|hf_token|password|passwd|"
+               r"secret(?:[_-]key)?)")
 ASSIGNED = re.compile(rf"(?i)(\b{SECRET_NAME}[\"']?\s*[:=]\s*[\"']?)[^\s\"',}}]+")
+OPTION = re.compile(  # of a command that a flag holds
+    r"(?i)(--?(?:[\w-]{0,40}[_-])?(?:api[_-]?key|token|password|passwd|secret)(?:\s|=))"
+    r"[^\s\"'-][^\s\"']*")
 SECRET_KEY = re.compile(rf"(?i){SECRET_NAME}|token")
 TOKEN = re.compile(r"\b(hf_|sk-|ghp_|github_pat_)[A-Za-z0-9]{16,}[\w-]*")
 SECRET_VARIABLE = re.compile(r"(?i)(KEY|TOKEN|SECRET|PASSWORD)$")
@@ -52,7 +55,7 @@ def without_secrets(value):
     for name, secret in os.environ.items():
         if len(secret) >= 8 and SECRET_VARIABLE.search(name):
             value = value.replace(secret, HIDDEN)
-    value = ADDRESS.sub(_public_address, value)
+    value = OPTION.sub(rf"\g<1>{HIDDEN}", ADDRESS.sub(_public_address, value))
     return TOKEN.sub(rf"\g<1>{HIDDEN}", ASSIGNED.sub(rf"\g<1>{HIDDEN}", value))
 
 

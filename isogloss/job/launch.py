@@ -17,9 +17,9 @@ import torch.distributed as dist
 import transformers
 from deepspeed.accelerator import get_accelerator
 
-from isogloss.flags.parse import is_first_rank
+from isogloss.flags.parse import is_first_of_node, is_first_rank, refusing
 from isogloss.job import rendezvous
-from isogloss.job.layout import place_in_job
+from isogloss.job.layout import place_in_job, split_ranks
 from isogloss.job.watch import current_watch, print_line
 
 # Open files a rank may need: shared memory takes two per buffer, and the usual limit is 1,024.
@@ -34,6 +34,20 @@ def join_store():
     """
     _set_default_environment()
     rendezvous.job_store()
+
+
+def join_job(teacher_ranks):
+    """Return the Roles of this job's ranks, once it has joined their store; None: all are alike.
+
+    What keeps it from that ends this rank with a line and exit code 2.
+
+    Args:
+        teacher_ranks: of every node, see `layout.split_ranks`; 0: none is for teachers alone.
+    """
+    with refusing(loud=is_first_of_node()):
+        roles = split_ranks(teacher_ranks) if teacher_ranks else None
+        join_store()
+    return roles
 
 
 def start_distributed(roles=None):

@@ -1,0 +1,66 @@
+"""Keep what is secret from what monitors record by themselves, and end their runs.
+
+wandb and Comet record the command line, git's remotes and differences, code, and what the terminal
+shows, without being asked.  What a run sends them itself goes through `without_secrets`.
+
+Tests: tests/test_monitors.py.
+"""
+
+import os
+import sys
+from contextlib import contextmanager
+from dataclasses import asdict
+
+from isogloss.flags.model_names import without_secrets
+
+# Unless the user's environment says otherwise; commit and differences are in run.json.
+RECORDED = {"WANDB_DISABLE_GIT": "true", "WANDB_DISABLE_CODE": "true",
+            "COMET_AUTO_LOG_GIT_METADATA": "false", "COMET_AUTO_LOG_GIT_PATCH": "false",
+            "COMET_AUTO_LOG_CODE": "false"}
+# Where a flag holds a secret, which a library may print.
+PRINTED = {"WANDB_CONSOLE": "off", "COMET_AUTO_OUTPUT_LOGGING": "false"}
+
+
+@contextmanager
+def guarded_monitors(cfg):
+    """Hide secrets from monitors that start in this block, and end those of wandb with it."""
+    arguments = sys.argv
+    sys.argv = without_secrets(arguments)
+    flags = asdict(cfg)
+    settings = dict(RECORDED)
+    if [sys.argv, flags] != [arguments, without_secrets(flags)]:
+        settings |= PRINTED
+    for name, value in settings.items():
+        os.environ.setdefault(name, value)
+    exit_code = 1
+    try:
+        yield
+        exit_code = 0
+    finally:
+        sys.argv = arguments
+        # One that ends with the process writes in colors, also to a file.
+        wandb = sys.modules.get("wandb")
+        if wandb and wandb.run:
+            wandb.finish(exit_code)
+
+
+def log_by_own_steps(monitor):
+    """Let wandb take what DeepSpeed's engine counts by samples beside what we count by steps.
+
+    It has one count of steps, and drops what comes below the largest so far.
+
+    Args:
+        monitor: DeepSpeed's MonitorMaster.
+    """
+    if not monitor.wandb_monitor:
+        return
+    import wandb
+
+    for names, axis in (("Train/Samples/*", "samples"), ("train/*", "step"), ("eval/*", "step")):
+        wandb.define_metric(names, step_metric=axis)
+
+    def log(data, step=None, commit=None):
+        axis = "samples" if next(iter(data)).startswith("Train/Samples/") else "step"
+        wandb.log(data | {axis: step}, commit=commit)
+
+    monitor.wandb_monitor.log = log
