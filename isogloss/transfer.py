@@ -45,10 +45,11 @@ from isogloss.projection_tools.retokenize import (
 )
 from isogloss.projection_tools.tokenizers import load_tokenizer, reading
 from isogloss.spelling import CHARACTER_OF_BYTE
+from isogloss.tiles import head_of
 
 INDEX, WEIGHTS = "model.safetensors.index.json", "model.safetensors"
 BYTES = "bytes"  # the name of a tokenizer of single bytes
-SHOWN_BYTES = 6000  # of the texts on which the offset is chosen, and of those that are reported
+SHOWN_BYTES = 4000  # of the texts on which the offset is chosen, and of those that are reported
 TEXT_BYTES = 400  # of a text
 IDS = "bos_token_id", "eos_token_id", "pad_token_id"
 
@@ -294,37 +295,41 @@ def bits_per_byte(model, tokenizer, table, texts):
 
 @torch.no_grad()
 def hidden_states(model, tokenizer, table, texts):
-    """Return what the head of a model reads of some texts, (S, H) in float32."""
-    found = []
+    """Return (what the head of a model reads of some texts, what follows): (S, H), (S,)."""
+    read = []
+    labels = []
     head = model.get_output_embeddings()
-    handle = head.register_forward_pre_hook(lambda _, arguments: found.append(arguments[0][0]))
+    handle = head.register_forward_pre_hook(lambda _, arguments: read.append(arguments[0][0, :-1]))
     for ids in batches_of(tokenizer, table, texts):
         model(ids.to(model.device))
+        labels.append(ids[0, 1:])
     handle.remove()
-    return torch.cat(found).float().cpu()
+    return torch.cat(read).float().cpu(), torch.cat(labels)
 
 
 @torch.no_grad()
 def choose_offset(model, tokenizer, origins, texts):
-    """Return what to add to the rows of the head, (N, H) or 0.0, and its nats.
+    """Return what to add to the rows of the head, (N, H), and its nats.
 
-    Of the offsets up to the first that is worse it is the best; the model is left without one.
+    Of the offsets up to the first that is worse it is the best.  Hidden states stay those of the
+    embedding without an offset, also where it is the head.
     """
-    head = model.get_output_embeddings().weight
-    before = head.detach().clone()
-    direction_H = common_direction(hidden_states(model, tokenizer, origins.new, texts))
+    hidden_SH, labels_S = hidden_states(model, tokenizer, origins.new, texts)
+    head = head_of(model, len(origins.new))
+    weight_NH = head.weight_VH.float().cpu()
+    bias_N = None if head.bias_V is None else head.bias_V.float().cpu()
     several_N = torch.from_numpy(origins.num_pieces_N > 1)
-    shift_NH = several_N[:, None] * direction_H
+    shift_NH = several_N[:, None] * common_direction(hidden_SH)
     best = 0.0
     least = math.inf
     for offset in OFFSETS:
-        head.copy_(before - (offset * shift_NH).to(before))
-        bits = bits_per_byte(model, tokenizer, origins.new, texts)
-        if bits > least:
+        shifted = head.with_tensors(weight_NH - offset * shift_NH, bias_N, None, None)
+        logits_SN = shifted.finish(shifted.linear(hidden_SH))
+        loss = float(torch.nn.functional.cross_entropy(logits_SN, labels_S))
+        if loss > least:
             break
-        least = bits
+        least = loss
         best = offset
-    head.copy_(before)
     return -best * shift_NH, best
 
 
