@@ -9,8 +9,8 @@ old tokenizer cannot write) has the mean of all rows.
 
 In the head such a mean is as likely as a piece, though a token is as likely as all of its pieces
 together.  A constant takes that back: final hidden states have a direction in common
-(`common_direction`), along which the rows of all tokens of several pieces lose some nats, as many as
-are best on a text (isogloss/transfer.py).
+(`common_direction`), along which the rows of all tokens of several pieces lose some nats, as many
+as are best on a text (isogloss/transfer.py).
 
 Shapes: N tokens of the new tokenizer, P pieces, O rows of the old vocabulary, H hidden size.
 Tests: tests/test_transfer.py.

@@ -147,7 +147,8 @@ def test_the_chat_template_is_the_one_that_is_chosen(choice, models, tokenizers,
     student = transfer(model, models[1], tmp_path / "out", f"--chat_template={choice}")
     new = AutoTokenizer.from_pretrained(student)
     if choice == "tokenizer":
-        assert new.chat_template is None and len(new) == len(AutoTokenizer.from_pretrained(models[1]))
+        assert new.chat_template is None
+        assert len(new) == len(AutoTokenizer.from_pretrained(models[1]))
         return
     chat = [{"role": "user", "content": "In 2010"}]
     ids = new.apply_chat_template(chat, tokenize=True, return_dict=False)
