@@ -213,9 +213,8 @@ def load_new_tokenizer(args, old_tokenizer, old):
 
 
 def new_ids(old_ids, origins):
-    """Return the new ids of control tokens, those without a counterpart left out."""
-    new_of = {old: new for new, old in origins.links.items()}
-    return [new_of[i] for i in old_ids if i in new_of]
+    """Return all new ids that stand for old control tokens, in the order of these."""
+    return [new for i in old_ids for new, old in origins.links.items() if old == i]
 
 
 def config_text(role, path, config, origins):

@@ -90,7 +90,12 @@ def origins_of(old_tokenizer, old, new, rows):
         pieces_NP[new_id] = -1
         pieces_NP[new_id, 0] = old_id
     pieces_NP[(pieces_NP >= rows).any(1)] = -1
-    links = {v: w for v, w in link_special_tokens(new, old) if w < rows}
+    links = dict(link_special_tokens(new, old))
+    # several new tokens may begin as one: <|im_end|> and </s> as the old <|im_end|>, an eos
+    names = {old.tokens[w]: w for w in np.flatnonzero(old.special).tolist()}
+    links |= {v: names[new.tokens[v]] for v in np.flatnonzero(new.special).tolist()
+              if new.tokens[v] in names}
+    links = {v: w for v, w in links.items() if w < rows}
     for v, w in links.items():
         pieces_NP[v] = -1
         pieces_NP[v, 0] = w
