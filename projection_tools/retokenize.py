@@ -1,6 +1,6 @@
 """Rows of a model's embedding and head for the tokens of another tokenizer, from those that it has.
 
-    python -m projection_tools.retokenize --model M --tokenizer T --output DIR   # isogloss transfer
+    python -m projection_tools.retokenize --model S --tokenizer B --output DIR   # isogloss transfer
 
 A new token that says the bytes of an old one has its row; any other one the mean of the rows of its
 pieces, which are the old tokenizer's spelling of it.  Control tokens have the row of the one in
