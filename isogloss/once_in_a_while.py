@@ -170,8 +170,9 @@ def judge(state, held_out, step, log, signals):
     if "evaluation" in state.due and state.cfg.holds_out:
         log_evaluation(state, held_out, step, log)
         state.due.remove("evaluation")
-    if "tasks" in state.due and state.tasks and log_tasks(state, step, log, lambda: bool(signals.received)):
-        state.due.remove("tasks")
+    if "tasks" in state.due and state.tasks:
+        if log_tasks(state, step, log, lambda: bool(signals.received)):
+            state.due.remove("tasks")
 
 
 def log_evaluation(state, held_out, step, log):
