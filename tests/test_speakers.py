@@ -121,8 +121,9 @@ LEARNED = {
     "gpt-oss": ["<|channel|>analysis<|message|>hm<|end|><|start|>assistant to=functions.look"
                 '<|channel|>commentary json<|message|>{"at": "here"}<|call|>',
                 "<|channel|>final<|message|>So.<|return|>"],
-    "Command-A": ["<|START_THINKING|>hm<|END_THINKING|><|START_ACTION|>[\n{\"tool_name\": \"look\", "
-                  '"parameters": {"at": "here"}}\n]<|END_ACTION|><|END_OF_TURN_TOKEN|>',
+    "Command-A": ["<|START_THINKING|>hm<|END_THINKING|><|START_ACTION|>[\n"
+                  '{"tool_name": "look", "parameters": {"at": "here"}}\n]<|END_ACTION|>'
+                  "<|END_OF_TURN_TOKEN|>",
                   "<|START_RESPONSE|>So.<|END_RESPONSE|><|END_OF_TURN_TOKEN|>"],
     "Mistral": [f'[TOOL_CALLS][{JSON_OF_CALL[:-1]}, "id": "call00000"}}]<|endoftext|>',
                 "So.<|endoftext|>"],
