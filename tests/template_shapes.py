@@ -191,6 +191,12 @@ SHAPES = {
     "LFM2.5": LFM_25,
     "Olmo 3": OLMO_3,
     "Kimi": KIMI,
+    # of letters alone; what is written twice, and otherwise than it is; a prompt behind every chat
+    "letters": each(
+        "Assistant:\n{{ m.content }}" + CALLS + LINE + "Call:" + LINE + NAME + ARGUMENTS
+        + "{% endfor %}" + NL, "{% if m.role == 'user' and messages[0].role == 'system' %}"
+        "({{ messages[0].content | replace(' ', '_') }}){% endif %}"
+        "{{ m.role }}: {{ m.content | replace(' ', '_') }}\n", "Assistant:" + LINE),
 }
 OPTIONS = {}, {"enable_thinking": False}, {"enable_thinking": True}
 MARKS = re.compile(r"<\|[\w|\"]*>|<\w*\|>|<｜[^｜]*｜>|<(?:start|end)_of_turn>|</?think>|"

@@ -296,16 +296,16 @@ def _pieces(messages, text, write):
         if index in known:
             pieces += [Piece(*place, number, True) for place in known[index]]
             continue
-
-        def rewrite(words, number=number, part=part):
-            message = messages[number] | part.put(words)
-            other = write([*messages[:number], message, *messages[number + 1 :]], False)
-            return other if other and MARK in other else None
-
-        places, is_sure = _places_of(part.words, text, rewrite)
-        pieces += [Piece(*place, number, is_sure) for place in places]
+        message = messages[number] | part.put(MARK)
+        other = write([*messages[:number], message, *messages[number + 1 :]], False) or ""
+        first, *behind = other.split(MARK)
+        if behind:
+            begin = _common_begin(text, first)
+            end = len(text) - _common_end(text[begin:], behind[-1])
+            is_sure = begin == len(first) and len(text) - end == len(behind[-1])
+            pieces.append(Piece(begin, end, number, is_sure and len(behind) == 1))
     sure = [piece for piece in pieces if piece.is_sure]
-    # with other words, the template may have changed more than these
+    # with other words the template may have changed more than these, or it writes them twice
     doubtful = [piece for piece in pieces if not piece.is_sure and not any(
         piece.begin < other.end and other.begin < piece.end and piece.message != other.message
         for other in sure)]
@@ -339,55 +339,6 @@ def _places_at_once(parts, messages, text, write):
         places[index].append((begin, begin + len(words)))
         begin += len(words) + len(behind)
     return places if begin == len(text) else {}
-
-
-def _places_of(words, text, rewrite):
-    """Return ([(first character, last + 1)] of words of a message, whether they are sure).
-
-    Args:
-        words: see `Part`.
-        rewrite: returns what the template writes with other words; None: it leaves them out.
-    """
-    other = rewrite(MARK)
-    if other is None:
-        return [], False
-    places, is_sure = _places(text, other)
-    if is_sure or not words:
-        return places, is_sure
-    # templates look at how words begin and end, and what they hold, so leave them as they are
-    middle = words.find(" ", len(words) // 2) % (len(words) + 1)
-    other = rewrite(words[:middle] + MARK + words[middle:])
-    if other is not None:
-        inner, is_sure = _places(text, other)
-        inner = [(begin - _common_end(text[:begin], words[:middle]),
-                  end + _common_begin(text[end:], words[middle:])) for begin, end in inner]
-        if is_sure and all(text[begin:end].strip() == words.strip() for begin, end in inner):
-            return inner, True
-    return places, False
-
-
-def _places(text, other):
-    """Find in a text what has marks in another one.
-
-    Returns:
-        ([(first character, last + 1)], whether all else is the same); one place where it is not,
-        or where several have not one size.
-    """
-    first, *between, last = other.split(MARK)
-    begin = _common_begin(text, first)
-    end = len(text) - _common_end(text[begin:], last)
-    whole = [(begin, end)]
-    if begin < len(first) or len(text) - end < len(last):
-        return whole, False
-    size, rest = divmod(end - begin - sum(map(len, between)), len(between) + 1)
-    places = []
-    for words in [*between, ""]:
-        places.append((begin, begin + size))
-        begin += size
-        if size < 0 or rest or not text.startswith(words, begin):
-            return whole, False
-        begin += len(words)
-    return places, True
 
 
 class Run(NamedTuple):
