@@ -143,11 +143,14 @@ LEARNED = {
 }
 
 
+def marked_texts(rendering, is_marked):
+    return [text.split("\u00bb")[0] for text in shown(rendering, is_marked).split("\u00ab")[1:]]
+
+
 def learned_of(chat, reader):
     """Return the texts that are learned of a chat."""
     rendering = render(chat, reader)
-    learned = encode_chat(chat, rendering, reader, "assistant").learned
-    return [text.split("\u00bb")[0] for text in shown(rendering, learned).split("\u00ab")[1:]]
+    return marked_texts(rendering, encode_chat(chat, rendering, reader, "assistant").learned)
 
 
 @pytest.mark.parametrize("name", LEARNED)
@@ -172,7 +175,7 @@ def test_results_in_the_middle_of_a_message_part_what_is_learned_of_it(encoder, 
     student = encoder("ChatML", 0)
     renderings = [render(chat, reader) for reader in (student, teacher)]
     in_chunks = pair_chats(renderings, (student, teacher)).teacher_chunk >= 0
-    assert said in shown(renderings[1], in_chunks)
+    assert any(said in text for text in marked_texts(renderings[1], in_chunks))
 
 
 def test_where_no_prompt_fits_a_turn_begins_behind_what_stood_there(encoder):
