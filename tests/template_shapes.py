@@ -191,6 +191,12 @@ SHAPES = {
     "LFM2.5": LFM_25,
     "Olmo 3": OLMO_3,
     "Kimi": KIMI,
+    "results in the next turn": each(
+        "<|im_start|>assistant\n{% if ns.result %}({{ ns.result }}){% endif %}"
+        "{% set ns.result = '' %}{{ m.content }}" + CALLS + JSON_CALL
+        + "{% endfor %}<|im_end|>" + NL,
+        "{% if m.role == 'tool' %}{% set ns.result = m.content %}{% else %}" + CHATML
+        + "{% endif %}", CHATML_PROMPT, LAST_QUESTION),
     # of letters alone; what is written twice, and otherwise than it is; a prompt behind every chat
     "letters": each(
         "Assistant:\n{{ m.content }}" + CALLS + LINE + "Call:" + LINE + NAME + ARGUMENTS
