@@ -382,6 +382,7 @@ class CrossTokenizerKD:
         if align.fingerprint(student_tokenizer) == align.fingerprint(teacher_tokenizer):
             if self.spec.needs == "translation":
                 self.spec = LossSpec(self.spec.function, compute_per_position)
+                parameters.pop("text_weight", None)  # every cell is one token, so nothing is open
         self.tables = read_tables(self.spec.needs, tables, self.tokenizers, self.token_tables)
         if parameters.get("kept_K") is not None:
             check_columns(parameters["kept_K"], len(self.token_tables[1]))

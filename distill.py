@@ -111,20 +111,20 @@ def train(state, batches, held_out, start, ds_config, signals):
     state.steps_taken = start
     try:
         if start == 0:
-            if cfg.holds_out:
-                once.log_evaluation(state, held_out, 0, log)
-            if state.tasks:
-                once.log_tasks(state, 0, log, lambda: bool(signals.received))
-            # there is nothing to save yet
-            once.end_if_stopped(state, signals.agree(log.failure), log)
+            state.due = once.judgments(state)
+        once.judge(state, held_out, start, log, signals)
+        # there is nothing to save yet
+        once.end_if_stopped(state, signals.agree(log.failure), log)
         with log:  # which reads the numbers of a step while the device works on the next one
             take_steps(state, batches, held_out, start, log=log, signals=signals,
                        times_collectives=times_collectives)
-    except WriterStopped:  # on all ranks, and what was to be written belongs to no step yet
+    # on all ranks, and what was to be written belongs to no step yet
+    except WriterStopped:
         once.save_if_new(state, start, log)
         once.end_if_stopped(state, signals.agree(log.failure), log)
         raise
     except WriterError as error:
+        once.save_if_new(state, start, log)
         log.close()
         launch.fail(f"{error}; {once.describe_last_checkpoint(state)}", code=1)
     log.end_bar()
@@ -141,19 +141,22 @@ def take_steps(state, batches, held_out, start, *, log, signals, times_collectiv
     upcoming = None
     for step in range(start + 1, cfg.steps + 1):
         begin = Moment(state.device)
-        evaluates = (once.is_every(cfg.eval_every, step) or step == cfg.steps) and cfg.holds_out
+        due = once.judgments(state, step)
         micro_batches = upcoming or next_micro_batches(state, batches, step)
         # Teachers on ranks of their own or on servers run on the next step meanwhile; not across an
         # evaluation, because they respond in the order in which they are asked, and not on what the
         # student will write with the weights that this step makes.
         is_known = not state.writer or not state.writer.starts_batch(step + 1)
+        evaluates = "evaluation" in due
         looks_ahead = state.asks_ahead and step < cfg.steps and not evaluates and is_known
         upcoming = next_micro_batches(state, batches, step + 1) if looks_ahead else None
-        if state.writer and step < cfg.steps and state.writer.writes_ahead(step + 1):
+        # also after the last step: a run that goes on with more has what it would have had
+        if state.writer and state.writer.writes_ahead(step + 1):
             state.drafts = drawn(state, batches)
             state.writer.begin(state.drafts)
         report = train_step(state, micro_batches)
         state.steps_taken = step
+        state.due = due
         state.taught.note(report.counts)
         log.write_later(step, partial(once.timed_metrics, report, begin, Moment(state.device)))
         if state.writer:
@@ -162,10 +165,7 @@ def take_steps(state, batches, held_out, start, *, log, signals, times_collectiv
             once.give_up(state, step, log)
         if times_collectives:
             once.show_collectives(step, start, cfg.steps)
-        if evaluates:
-            once.log_evaluation(state, held_out, step, log)
-        if state.tasks and (once.is_every(cfg.eval_task_every, step) or step == cfg.steps):
-            once.log_tasks(state, step, log, lambda: bool(signals.received))
+        once.judge(state, held_out, step, log, signals)
         saves = once.is_every(cfg.save_every, step) or step == cfg.steps
         if saves:
             log.flush()  # so that all ranks hear of a full disk, also in the last step

@@ -71,6 +71,7 @@ class TrainState:
         writer: Writer of what the student learns from itself, or None.
         places: Places from which a stream of data can go on.
         steps_taken: steps of the whole run so far.
+        due: `once_in_a_while.judgments` of these steps that have not been logged yet.
         drafts: of the next step, for which something else writes meanwhile, or None.
         data_seconds: for which this rank has waited for data since its last step.
         waiting: Waiting, which says so where that is long.
@@ -95,6 +96,7 @@ class TrainState:
     writer: Writer | None = None
     places: Places = field(default_factory=Places)
     steps_taken: int = 0
+    due: list = field(default_factory=list)
     drafts: list | None = None
     data_seconds: float = 0.0
     waiting: Waiting = field(default_factory=Waiting)
@@ -209,6 +211,7 @@ def resume(state, inputs):
             state.writer.load_state(extra.get("rollouts", []))
     state.scales = extra.get("scales", {})
     state.taught.terms = extra.get("taught", {})
+    state.due = extra.get("due", [])
     state.places.note(extra.get("place"))
     state.last_checkpoint = inputs.checkpoint
     if state.cfg.extend_schedule:

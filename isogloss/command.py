@@ -97,7 +97,7 @@ def main():
     with mock.patch.object(subprocess, "Popen", Started):
         runner.main([quiet, *with_free_port(launcher), "--module", "isogloss.distill", *ours])
     # of a process that a signal has ended it makes no exit code
-    if started[-1].returncode:
+    if started and started[-1].returncode:
         number = -started[-1].returncode
         name = signal.Signals(number).name
         print(f"isogloss-distill: the launcher of the ranks was ended by {name}; they save and end "

@@ -5,6 +5,7 @@ Tests: tests/test_plot.py.
 
 import json
 import operator
+import os
 import warnings
 from pathlib import Path
 from typing import NamedTuple
@@ -42,9 +43,9 @@ def read_run(folder):
         ValueError: there is none, or it holds something else.
     """
     path = Path(folder)
-    if path.is_dir():
+    if os.path.isdir(path):  # pathlib raises for a folder that must not be read
         path = path / "metrics.jsonl"
-    if not path.is_file():
+    if not os.path.isfile(path):
         raise ValueError(f"{folder}: no metrics.jsonl there; name the --output_dir of a run")
     try:
         texts = path.read_text("utf-8", "replace").splitlines()

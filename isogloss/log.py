@@ -60,14 +60,14 @@ class Taught:
 
     def __init__(self):
         self.terms = {}
-        self.has_told = False
+        self.has_warned = False
 
     def note(self, counts):
         """Note the global Counts of a step."""
         for name, pair in zip(self.terms, counts.pairs):
             self.terms[name] += pair.weighing_terms
-        if self.terms and not any(self.terms.values()) and not self.has_told:
-            self.has_told = True
+        if self.terms and not any(self.terms.values()) and not self.has_warned:
+            self.has_warned = True
             if dist.get_rank() == 0:
                 print_line(f"{NOTHING_TAUGHT}; {WHERE_TO_LOOK}")
 
@@ -83,7 +83,7 @@ class Waiting:
         self.num_steps = 0
         self.seconds = 0.0
         self.data_seconds = 0.0
-        self.has_told = False
+        self.has_warned = False
 
     def note(self, metrics, seconds):
         """Note how long a step has taken, and by its metrics what it learned, how it waited."""
@@ -95,8 +95,8 @@ class Waiting:
         elif cut >= self.MOST_CUT:
             line = (f"a step loses {cut:.0%} of its samples, which --max_length cuts before what "
                     "is to be learned of them (cut_before_labels)")
-        if line and not self.has_told:
-            self.has_told = True
+        if line and not self.has_warned:
+            self.has_warned = True
             print_line(line)
         self.num_steps += 1
         if not 1 < self.num_steps <= 1 + self.STEPS:

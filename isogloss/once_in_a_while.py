@@ -154,6 +154,29 @@ def end_if_stopped(state, stop, log):
     raise SystemExit(code)
 
 
+def judgments(state, step=0):
+    """List what judges the student after a step, or before the first one."""
+    cfg = state.cfg
+    is_end = step in (0, cfg.steps)
+    due = []
+    if cfg.holds_out and (is_end or is_every(cfg.eval_every, step)):
+        due.append("evaluation")
+    if state.tasks and (is_end or is_every(cfg.eval_task_every, step)):
+        due.append("tasks")
+    return due
+
+
+def judge(state, held_out, step, log, signals):
+    """Let what is due judge the student; a signal may leave some of it to the run that resumes."""
+    # of a checkpoint, what is due may be none of this command line
+    if "evaluation" in state.due and state.cfg.holds_out:
+        log_evaluation(state, held_out, step, log)
+        state.due.remove("evaluation")
+    if "tasks" in state.due and state.tasks:
+        if log_tasks(state, step, log, lambda: bool(signals.received)):
+            state.due.remove("tasks")
+
+
 def log_evaluation(state, held_out, step, log):
     """Evaluate and log what comes out."""
     log.flush()
@@ -219,7 +242,7 @@ def evaluation_metrics(state, sums):
 
 
 def log_tasks(state, step, log, stop):
-    """Judge the student by --eval_tasks, and log what comes out.
+    """Judge the student by --eval_tasks, and log what comes out; tell whether anything did.
 
     Args:
         stop: () -> this rank has been asked to end; then nothing is logged.
@@ -234,6 +257,7 @@ def log_tasks(state, step, log, stop):
         of_ranks = values_of_ranks(records)
         records = [record for of_rank in of_ranks for record in of_rank]
         log.write_records("eval_tasks", step, records)
+    return bool(metrics)
 
 
 def times_collectives(ds_config):
@@ -277,6 +301,7 @@ def save(state, step, log):
         keep += 1  # weights can be finite and useless: the one before stays
     end_unless_finite(state, step, log)
     extra = {"scales": state.scales, "taught": state.taught.terms}
+    extra["due"] = [] if state.bad_steps.count else state.due
     extra["place"] = state.places.before(good_step * samples_per_step(cfg, state.engine))
     if state.writer:
         extra["rollouts"] = state.writer.state()

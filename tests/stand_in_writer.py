@@ -1,10 +1,10 @@
 """Write with transformers in vLLM's place: a process with the protocol of isogloss/vllm_writer.py.
 
-    python tests/stand_in_writer.py [stale | dies | stops | asks]
+    python tests/stand_in_writer.py [stale | dies | dies4 | stops | stops5 | asks]
 
 stale: it says that it took over the weights, and does not.  dies: at the second request to write.
 stops: at the fourth request to write it asks the job to end by SIGTERM, and never answers.
-asks: it asks at the third one, and answers.
+asks: it asks at the third one, and answers.  A digit names another request.
 """
 
 import os
@@ -48,12 +48,15 @@ class Engine:
 
     def write(self, prompts, stop_ids, vocab, temperature, top_p):
         self.requests += 1
-        if self.fault == "dies" and self.requests == 2:
+        name = self.fault.rstrip("0123456789")
+        usual = {"dies": 2, "stops": 4, "asks": 3}.get(name, 0)
+        first = int(self.fault.removeprefix(name) or usual)
+        if self.requests == first and name == "dies":
             os._exit(7)
-        if self.requests == {"stops": 4, "asks": 3}.get(self.fault):
+        if self.requests == first:
             keeper = Path(f"/proc/{os.getppid()}/stat").read_text()
             os.kill(int(keeper.rpartition(")")[2].split()[1]), signal.SIGTERM)
-            time.sleep(1000 if self.fault == "stops" else 0)
+            time.sleep(1000 if name == "stops" else 0)
         starts = [rollout.Prompt(prompt["ids"], tuple(prompt["key"]), prompt["max_new_tokens"])
                   for prompt in prompts]
         found = rollout.write(self.model, starts, stop_ids, vocab, temperature=temperature,

@@ -116,13 +116,15 @@ MISTRAL = each(
     "[/AVAILABLE_TOOLS]{% endif %}[INST]{% if loop.index0 == ns.last and messages[0].role == "
     "'system' %}{{ messages[0].content }}" + LINE + LINE + "{% endif %}{{ m.content }}[/INST]"
     "{% endif %}", "", "{{ bos_token }}" + LAST_QUESTION)
-# of a thinking Qwen, Olmo and others: earlier thoughts are dropped, the prompt opens a thought
+# of a thinking Qwen: earlier thoughts are dropped, the prompt opens a thought, and what a user says
+# may be a result
+LAST_ASKED = LAST_QUESTION.replace("'user' %}", "'user' and not m.content.startswith('<tool_') %}")
 THINKING_CHATML = each(
     SPLIT + "<|im_start|>assistant\n{% if " + LATE + " %}<think>\n{{ thought.strip() }}\n</think>"
     "\n\n{% endif %}{{ said }}" + CALLS + "\n" + JSON_CALL + "{% endfor %}<|im_end|>" + NL,
     "<|im_start|>{{ 'user' if m.role == 'tool' else m.role }}\n{{ m.content }}<|im_end|>\n",
     PROMPT + "<|im_start|>assistant\n<think>\n{% if " + OFF + " %}\n</think>\n\n{% endif %}"
-    "{% endif %}", LAST_QUESTION)
+    "{% endif %}", LAST_ASKED)
 OLMO_3 = each(
     "<|im_start|>assistant\n{{ m.content }}{% if m.tool_calls %}<function_calls>" + CALLS + NAME
     + "({% for k, v in c.function.arguments.items() %}{{ k }}={{ v | tojson }}{% endfor %})"
@@ -189,6 +191,18 @@ SHAPES = {
     "LFM2.5": LFM_25,
     "Olmo 3": OLMO_3,
     "Kimi": KIMI,
+    "results in the next turn": each(
+        "<|im_start|>assistant\n{% if ns.result %}({{ ns.result }}){% endif %}"
+        "{% set ns.result = '' %}{{ m.content }}" + CALLS + JSON_CALL
+        + "{% endfor %}<|im_end|>" + NL,
+        "{% if m.role == 'tool' %}{% set ns.result = m.content %}{% else %}" + CHATML
+        + "{% endif %}", CHATML_PROMPT, LAST_QUESTION),
+    # of letters alone; what is written twice, and otherwise than it is; a prompt behind every chat
+    "letters": each(
+        "Assistant:\n{{ m.content }}" + CALLS + LINE + "Call:" + LINE + NAME + ARGUMENTS
+        + "{% endfor %}" + NL, "{% if m.role == 'user' and messages[0].role == 'system' %}"
+        "({{ messages[0].content | replace(' ', '_') }}){% endif %}"
+        "{{ m.role }}: {{ m.content | replace(' ', '_') }}\n", "Assistant:" + LINE),
 }
 OPTIONS = {}, {"enable_thinking": False}, {"enable_thinking": True}
 MARKS = re.compile(r"<\|[\w|\"]*>|<\w*\|>|<｜[^｜]*｜>|<(?:start|end)_of_turn>|</?think>|"
@@ -230,6 +244,9 @@ def kinds_of_chats():
         return [asks(), says(**first), asks("tool"), *[
             message for more in others for message in (says(**more), asks("tool"))]]
 
+    def with_words(message, first="", last=""):
+        return message | {"content": first + message["content"] + last}
+
     call = {"content": False, "calls": 1}
     thinks = call | {"thought": True}
     return {
@@ -253,6 +270,12 @@ def kinds_of_chats():
                       says()],
         "a result at the end": loop(call),
         "thoughts, words and calls": [*loop(thinks | {"content": True}, {"calls": 1}), says()],
+        "a result that a user says": [
+            asks(), says(thought=True), asks(), says(thought=True),
+            with_words(asks(), "<tool_response>\n", "\n</tool_response>"), says(thought=True)],
+        "words that a template reads": [
+            with_words(asks("system"), last=" /no_think"), with_words(asks(), "assistant\n"),
+            with_words(says(), "\n", "\n"), with_words(asks(), " user\n", "\n\n"), says()],
         "a call at the end": [*loop(call), says(**call)],
     }
 

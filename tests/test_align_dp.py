@@ -1,11 +1,13 @@
 """align_dp.py: what two different renderings have in common, in linear time."""
 
+import time
+
 import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
 
 from isogloss.align import align, coverage
-from isogloss.align_dp import align_dp
+from isogloss.align_dp import align_dp, common_spans
 from tokens import segmented, table_of
 
 WORDS = st.lists(
@@ -143,3 +145,61 @@ def test_the_result_can_replace_that_of_align():
         if isinstance(expected, np.ndarray):
             assert value.dtype == expected.dtype, name
         assert np.array_equal(value, expected), name
+
+
+# --- two texts ------------------------------------------------------------------------------------
+
+
+def with_changes(pieces, between, every, rng):
+    """Return (text, text with changes, {character of the one: that of the other} of the rest).
+
+    Args:
+        pieces: words or characters, with `between` between them; every: one of so many changes.
+    """
+    text = changed = ""
+    places = {}
+    for piece in pieces:
+        kept = rng.integers(every) > 0
+        if kept:
+            first = len(text + between), len(changed + between)
+            places |= {first[0] + i: first[1] + i for i in range(len(piece))}
+        others = "", "zebra", between.join(["put"] + ["in"] * 40)
+        text += between + piece
+        changed += between + (piece if kept else others[rng.integers(3)])
+    return text, changed, places
+
+
+@pytest.mark.parametrize("every", [20, 2000])
+@pytest.mark.parametrize("script", ["English", "Chinese"])
+@pytest.mark.parametrize("size", [500, 8000, 64_000])
+def test_what_two_texts_have_in_common_is_found_at_its_place(texts, size, script, every):
+    rng = np.random.default_rng(size)
+    if script == "English":  # at the end a part of the text comes again
+        parts = with_changes("\n\n".join([*texts, *texts])[:size].split(" "), " ", every, rng)
+    else:
+        parts = with_changes([chr(0x4E00 + i) for i in rng.zipf(1.3, size) % 3000], "", every, rng)
+    text, changed, places = parts
+    common_spans(changed[:100], text[:90])  # compiles
+    begin = time.process_time()
+    spans = common_spans(text, changed)
+    seconds = time.process_time() - begin
+    found = {}
+    for first, second, num in spans:
+        assert text[first : first + num] == changed[second : second + num]
+        found |= {first + i: second + i for i in range(num)}
+    right = sum(found.get(first) == second for first, second in places.items())
+    wrong = sum(found.get(first, second) != second for first, second in places.items())
+    assert right >= 0.97 * len(places) and wrong <= 0.002 * len(places)
+    assert seconds < 1  # 0.2 s for 64,000 characters
+
+
+def test_what_two_texts_have_in_common_holds_words():
+    assert common_spans("", "a") == common_spans("", "") == []
+    assert common_spans("a b", "a b") == [(0, 0, 3)]
+    a, b = 'x{"name": "go", "at": 1}', "<go at=1>"
+    assert [a[i : i + n] for i, _, n in common_spans(a, b)] == ["go", "at", "1"]
+    assert [b[j : j + n] for _, j, n in common_spans(a, b)] == ["go", "at", "1"]
+    # signs alone count at the beginning or end of both
+    assert common_spans("?! a", "?! b") == [(0, 0, 3)]
+    assert common_spans("a ?", "b ?") == [(1, 1, 2)]
+    assert common_spans("a ? b", "c ? d") == []

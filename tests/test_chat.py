@@ -1,12 +1,16 @@
 """chat.py: two renderings of a chat meet message by message, and only there."""
 
 import copy
+import itertools
 import re
 
 import datasets
+import numpy as np
 import pytest
 import torch
+from transformers import AutoTokenizer
 
+from conftest import asset
 from isogloss.align import TokenTable
 from isogloss.data.batch import Collator, PairOptions
 from isogloss.data.chat import common_regions, encode_chat, pair_chats, render
@@ -16,6 +20,7 @@ from isogloss.data.turns import SkippedChat
 from isogloss.errors import DataError
 from isogloss.translation import translated
 from test_sample import spelled
+from test_turns import asks, says
 from tokens import translation_of
 
 CHATML = (
@@ -304,3 +309,32 @@ def test_what_only_the_teachers_template_writes_says_nothing(tokenizers, texts):
         float(translated(x[tile.student_positions][None], rows[sub_tile.teacher_positions][None],
                          sub_tile.terms, tables)[0]) for rows in (y, other)]
     assert value > 1 and of_other == pytest.approx(value, rel=1e-5)
+
+
+def test_whole_renderings_of_real_templates_have_their_contents_in_chunks(texts):
+    """With --train_on all, of every pair of the chat tokenizers among the assets."""
+    passages = [text.strip() for text in texts]
+    chats = [[asks("\n\n".join(passages[:60])), says(passages[60])],
+             [message for first, second in zip(passages[:12:2], passages[1:12:2])
+              for message in (asks(first), says(second))]]
+    readers = []
+    for folder in sorted(asset("tokenizers").iterdir()):
+        tokenizer = AutoTokenizer.from_pretrained(folder)
+        if tokenizer.chat_template:
+            readers.append(TextEncoder(tokenizer, TokenTable.from_tokenizer(tokenizer), 100_000))
+    assert len(readers) >= 3
+    for chat in chats:
+        renderings = [render(chat, reader) for reader in readers]
+        for first, second in itertools.permutations(range(len(readers)), 2):
+            student = renderings[first]
+            alignment = pair_chats((student, renderings[second]), (readers[first], readers[second]),
+                                   train_on="all")
+            in_chunks = np.zeros(len(student.data), bool)
+            for begin, end, chunk in zip(*student.located[:2], alignment.student_chunk):
+                in_chunks[begin:end] |= chunk >= 0 and begin >= 0
+            covered = []
+            for message in chat:
+                content = message["content"].encode()
+                begin = student.data.index(content)
+                covered.append(in_chunks[begin : begin + len(content)])
+            assert np.concatenate(covered).mean() >= 0.97

@@ -56,6 +56,11 @@ def test_the_template_says_what_ends_a_turn(tokenizer):
     assert stop_ids(encoder_of(tokenizer)) == [eos]
     tokenizer.chat_template = "{{ raise_exception('no') }}"
     assert stop_ids(encoder_of(tokenizer)) == sorted([eos, im_end])
+    # Command-A writes the prompt of the next turn, too
+    ending = "<|message|><|im_end|><|start|>{% if loop.last %}<|end|>{% endif %}"
+    tokenizer.chat_template = CHATML.replace("<|im_end|>\n", ending).replace(
+        "{{ m.content }}<|message|>", "{{ m.content }}{{ '<|message|>' if m.role != 'user' }}")
+    assert stop_ids(encoder_of(tokenizer)) == sorted([eos, im_end])
     tokenizer.chat_template = HARMONY
     table = TokenTable.from_tokenizer(tokenizer)
     table.end_of_turn = end

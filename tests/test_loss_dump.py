@@ -30,8 +30,8 @@ PLAIN = {  # by teacher: (logits, chunks, projection, cfg) -> the loss of each c
 
 def first_rows(x, y, chunks):
     """Return the (1, C, X) rows where the chunks of both sides begin."""
-    found = losses.find_chunks(*chunks)
-    return x.flatten(0, 1)[found.first_S][None], y.flatten(0, 1)[found.first_T][None]
+    listed = losses.find_chunks(*chunks)
+    return x.flatten(0, 1)[listed.first_S][None], y.flatten(0, 1)[listed.first_T][None]
 
 
 def steps_of(flags_list, samples):
@@ -69,6 +69,7 @@ def step(models, entries, texts, tmp_path):
     return dumping, *[metrics for metrics, _ in of_ranks[0]], read
 
 
+@pytest.mark.slow
 def test_files_hold_the_loss_of_each_chunk(step, models, entries, pair, tmp_path):
     flags, metrics, without_files, read = step
     times = "seconds", "tokens_per_second"
@@ -98,9 +99,9 @@ def test_files_hold_the_loss_of_each_chunk(step, models, entries, pair, tmp_path
                 "student_chunk", "teacher_chunk")], file[f"teacher_ids/{name}"]
             logits = models_by_path[entry["model"]](input_ids=teacher_ids).logits.detach()
             teacher = logits[..., : len(pair.tables[0 if name == "equal" else 1])]
-            found = losses.find_chunks(*chunks)
-            rows = found.first_S // ids.shape[1]
-            numbers = chunks[0].flatten()[found.first_S]
+            listed = losses.find_chunks(*chunks)
+            rows = listed.first_S // ids.shape[1]
+            numbers = chunks[0].flatten()[listed.first_S]
             assert torch.equal(file[f"chunk/{name}"], torch.stack([rows, numbers], 1))
             values = file[f"loss/{name}"]
             totals[name] += float(values.sum())

@@ -54,7 +54,7 @@ CHATS = {
     "an empty chat first": [[], WITH_CALL, PLAIN],
     "sharegpt": [[{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]],
     "sharegpt of other keys": [[{"from": "human", "value": "a"}],
-                               [{"from": "gpt", "value": "b", "weight": 0.5}]],
+                               [{"from": "gpt", "value": "b", "weight": 0}]],
     "both names": [PLAIN, [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]],
 }
 

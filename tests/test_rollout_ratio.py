@@ -6,6 +6,7 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
+import pytest
 import torch
 
 import ranks
@@ -56,22 +57,20 @@ def probabilities(model, written, temperature):
     return torch.tensor([1.0, *chosen], dtype=torch.float64).cumprod(0)
 
 
-def errors_at_temperatures(temperatures, flags, process_flags):
-    """Return {(temperature, whether a process writes): `errors_at` there}."""
+def errors_at_temperatures(temperatures, flags):
+    """Return {temperature: `errors_at` there}."""
     state, inputs = job_for(flags)
     state.whole_student = build.WholeStudent(state.engine, None, state.device)
     before = copy.deepcopy(state.engine.module.model.state_dict())
     results = {}
-    for more in ({}, process_flags):
-        state.cfg = replace(state.cfg, **more)
-        writer = build.build_writer(state, inputs)
-        for temperature in temperatures:
-            writer.cfg = replace(state.cfg, rollout_temperature=temperature)
-            if more:
-                writer.elsewhere.cfg = writer.cfg
-            results[temperature, bool(more)] = errors_at(state, writer)
-            state.engine.module.model.load_state_dict(before)
-        writer.close()
+    writer = build.build_writer(state, inputs)
+    for temperature in temperatures:
+        writer.cfg = replace(state.cfg, rollout_temperature=temperature)
+        if writer.elsewhere:
+            writer.elsewhere.cfg = writer.cfg
+        results[temperature] = errors_at(state, writer)
+        state.engine.module.model.load_state_dict(before)
+    writer.close()
     return results
 
 
@@ -118,8 +117,10 @@ def weights_of(batch):
     return weights.view_as(batch.student.ids)[:, len(PROMPT) - 1 :]
 
 
-def test_old_texts_weigh_as_often_as_the_student_is_there_now(tmp_path):
-    """Its own loop and a process that writes; the scorer is that of the job."""
+@pytest.mark.parametrize("more", [{}, pytest.param(
+    {"rollout_command": f"{sys.executable} {STAND_IN}"}, marks=pytest.mark.slow)])
+def test_old_texts_weigh_as_often_as_the_student_is_there_now(tmp_path, more):
+    """Its own loop, or a process that writes; the scorer is that of the job."""
     write_toy(tmp_path / "model")
     (tmp_path / "data.jsonl").write_text(json.dumps({"text": PROMPT * 2}))
     flags = dict(
@@ -127,9 +128,7 @@ def test_old_texts_weigh_as_often_as_the_student_is_there_now(tmp_path):
         data=str(tmp_path / "data.jsonl"), on_policy=1.0, rollout_tokens=PLACES, prompt_tokens=2,
         loss="reverse_kl", max_ratio=1e6, rollout_every=2, rollout_batch=1000,
         ds_config=ds_config(tmp_path / "ds.json", 0, 1, 1))
-    [results] = ranks.run(1, errors_at_temperatures, TEMPERATURES, flags,
-                          {"rollout_command": f"{sys.executable} {STAND_IN}"})
-    for key, (num_texts, of_writer, of_scorer) in results.items():
-        print(key, num_texts, of_writer, of_scorer)
-        assert num_texts == 2 ** (PLACES + 1) - 1, key
-        assert of_writer < 1e-6 and of_scorer < LIMIT, (key, of_writer, of_scorer)
+    [results] = ranks.run(1, errors_at_temperatures, TEMPERATURES, flags | more)
+    for temperature, (num_texts, of_writer, of_scorer) in results.items():
+        assert num_texts == 2 ** (PLACES + 1) - 1, temperature
+        assert of_writer < 1e-6 and of_scorer < LIMIT, (temperature, of_writer, of_scorer)

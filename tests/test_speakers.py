@@ -22,11 +22,15 @@ CHATS = kinds_of_chats()
 
 @pytest.fixture(scope="module")
 def encoder(tokenizers):
-    """Return (name of a shape, number of a tokenizer, whether ends are known) -> TextEncoder."""
-    def build(name, number=1, knows_ends=True):
+    """Return (name of a shape, number of a tokenizer, ...) -> TextEncoder.
+
+    knows_ends: its generation_config.json has the ends; has_thoughts: <think> is a token.
+    """
+    def build(name, number=1, knows_ends=True, has_thoughts=True):
         tokenizer = copy.deepcopy(tokenizers[number])
         template = SHAPES[name]
         marks = {*MARKS.findall(template), *ENDS}
+        marks -= set() if has_thoughts else {"<think>", "</think>"}
         tokenizer.add_special_tokens({"additional_special_tokens": sorted(marks)})
         tokenizer.chat_template = template
         ends = tokenizer.convert_tokens_to_ids([end for end in ENDS if end in template])
@@ -121,8 +125,9 @@ LEARNED = {
     "gpt-oss": ["<|channel|>analysis<|message|>hm<|end|><|start|>assistant to=functions.look"
                 '<|channel|>commentary json<|message|>{"at": "here"}<|call|>',
                 "<|channel|>final<|message|>So.<|return|>"],
-    "Command-A": ["<|START_THINKING|>hm<|END_THINKING|><|START_ACTION|>[\n{\"tool_name\": \"look\", "
-                  '"parameters": {"at": "here"}}\n]<|END_ACTION|><|END_OF_TURN_TOKEN|>',
+    "Command-A": ["<|START_THINKING|>hm<|END_THINKING|><|START_ACTION|>[\n"
+                  '{"tool_name": "look", "parameters": {"at": "here"}}\n]<|END_ACTION|>'
+                  "<|END_OF_TURN_TOKEN|>",
                   "<|START_RESPONSE|>So.<|END_RESPONSE|><|END_OF_TURN_TOKEN|>"],
     "Mistral": [f'[TOOL_CALLS][{JSON_OF_CALL[:-1]}, "id": "call00000"}}]<|endoftext|>',
                 "So.<|endoftext|>"],
@@ -134,19 +139,43 @@ LEARNED = {
     "Kimi": ["<think>hm</think><|tool_calls_section_begin|><|tool_call_begin|>functions.look:0"
              '<|tool_call_argument_begin|>{"at": "here"}<|tool_call_end|>'
              "<|tool_calls_section_end|><|im_end|>", "<think></think>So.<|im_end|>"],
+    "letters": ['\nCall:\nlook{"at": "here"}', "So."],
 }
+
+
+def marked_texts(rendering, is_marked):
+    return [text.split("\u00bb")[0] for text in shown(rendering, is_marked).split("\u00ab")[1:]]
 
 
 def learned_of(chat, reader):
     """Return the texts that are learned of a chat."""
     rendering = render(chat, reader)
-    learned = encode_chat(chat, rendering, reader, "assistant").learned
-    return [text.split("\u00bb")[0] for text in shown(rendering, learned).split("\u00ab")[1:]]
+    return marked_texts(rendering, encode_chat(chat, rendering, reader, "assistant").learned)
 
 
 @pytest.mark.parametrize("name", LEARNED)
 def test_of_a_call_and_an_end_all_marks_are_learned_and_no_header(encoder, name):
     assert learned_of(ASKED, encoder(name)) == LEARNED[name]
+
+
+def test_a_mark_is_whole_though_it_is_no_token(encoder):
+    assert learned_of(ASKED, encoder("GLM 4.7", has_thoughts=False)) == LEARNED["GLM 4.7"]
+
+
+@pytest.mark.parametrize("knows_ends", [True, False])
+def test_results_in_the_middle_of_a_message_part_what_is_learned_of_it(encoder, knows_ends):
+    """Gemma 4 writes the content behind the results of its calls."""
+    said = "<think>hm</think>I have looked, and it is there: so they say."
+    chat = [ASKED[0], CALLING | {"content": said}, *ASKED[2:]]
+    call = '<|tool_call>call:look{at:<|"|>here<|"|>}<tool_call|>'
+    teacher = encoder("Gemma 4", knows_ends=knows_ends)
+    assert learned_of(chat[:1] + [chat[1] | {"reasoning_content": ""}] + chat[2:], teacher) == [
+        call + "<|tool_response>" * knows_ends, f"{said}<turn|>", "So.<turn|>"]
+    # where the other one writes it before the call, the longer of both is compared
+    student = encoder("ChatML", 0)
+    renderings = [render(chat, reader) for reader in (student, teacher)]
+    in_chunks = pair_chats(renderings, (student, teacher)).teacher_chunk >= 0
+    assert any(said in text for text in marked_texts(renderings[1], in_chunks))
 
 
 def test_where_no_prompt_fits_a_turn_begins_behind_what_stood_there(encoder):

@@ -1,7 +1,10 @@
 """A job of distill.py judges its student by tasks, in every layout, and learns the same with it."""
 
+import itertools
 import json
 import math
+import os
+import signal
 
 import pytest
 import torch
@@ -12,7 +15,7 @@ from conftest import asset
 from hub_copies import copy_gsm8k, copy_lambada, needs_lm_eval
 from isogloss.evaluation.task_model import TaskEncoder
 from isogloss.evaluation.task_options import TaskOptions
-from isogloss.evaluation.task_suite import load_suite
+from isogloss.evaluation.task_suite import TaskSuite, load_suite
 from jobs import ds_config, losses_of, run_distill, write_corpus
 
 # five items, so that ranks have unequal numbers of them, of unequal lengths
@@ -112,6 +115,35 @@ def test_what_is_learned_is_bit_identical_without_tasks_and_held_out_rollouts(jo
     evaluations = [line for line in losses_of(folder / "with", -1) if "eval/kd" in line]
     assert len(evaluations) == 3
     assert all("eval/rollout/reverse_kl_per_byte" in line for line in evaluations)
+
+
+def stopped_by_tasks(stopped, straight):
+    """Run a job that is asked to end at its second evaluation by tasks, again, and another one."""
+    run = TaskSuite.run
+    calls = itertools.count(1)
+
+    def run_or_stop(self, *args, **options):
+        if next(calls) == 2:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return run(self, *args, **options)
+
+    TaskSuite.run = run_or_stop
+    return run_distill([stopped, stopped, straight])
+
+
+@needs_lm_eval
+@pytest.mark.slow
+def test_tasks_that_a_signal_interrupts_are_done_by_the_run_that_resumes(job):
+    folder, argv = job
+    argv = [*argv, config_of(job, 2, 8, 1), "--eval_tasks=lambada", "--eval_task_every=2",
+            "--steps=4"]
+    codes = ranks.run(1, stopped_by_tasks, [*argv, f"--output_dir={folder / 'stopped'}"],
+                      [*argv, f"--output_dir={folder / 'straight'}"])
+    assert codes == [[128 + signal.SIGTERM, 0, 0]]
+    lines = losses_of(folder / "straight", -1)
+    assert [line["step"] for line in lines] == [0, 1, 2, 2, 3, 4, 4]
+    assert losses_of(folder / "stopped", -1) == lines
+    assert items_of(folder / "stopped") == items_of(folder / "straight")
 
 
 @needs_lm_eval

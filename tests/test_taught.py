@@ -1,6 +1,7 @@
 """A teacher that teaches nothing is known before the first step, or said of and not a success."""
 
 import json
+import shutil
 
 import pytest
 
@@ -38,7 +39,18 @@ def teachers(models, *routes):
     return {"teachers": json.dumps(entries), "teacher": "", "route_key": "domain"}
 
 
-def test_a_teacher_that_would_teach_nothing_is_refused(flags, chat_models):
+@pytest.fixture(scope="module")
+def deaf(chat_models, tmp_path_factory):
+    """Directory of the teacher with a template that writes everything in other letters."""
+    folder = tmp_path_factory.mktemp("deaf") / "teacher"
+    shutil.copytree(chat_models[1], folder)
+    (folder / "chat_template.jinja").write_text(
+        "{% for message in messages %}{{ message.role }}: {% for letter in message.content %}#"
+        "{% endfor %} {% endfor %}")
+    return str(folder)
+
+
+def test_a_teacher_that_would_teach_nothing_is_refused(flags, chat_models, deaf):
     written = {"on_policy": 1.0, "rollout_tokens": 8}
     hint = {"teacher": "self", "teacher_prompt_key": "hint"}
     long = {"teacher": "self", "teacher_prompt_key": "long"}
@@ -57,6 +69,8 @@ def test_a_teacher_that_would_teach_nothing_is_refused(flags, chat_models):
         (texts | written | {"teacher_max_length": 40},
          refused.format(chat_models[1], "40 positions before anything is compared (its context, or "
                         "--teacher_max_length)")),
+        ({"teacher": deaf}, f"teacher {deaf}: would teach nothing of the first 24 rows: 24 hold "
+         "nothing that both tokenizers spell and the student learns"),
         (column | {"weight_key": "zero"}, "--weight_key zero: every row weighs 0"),
         (column | {"weight_key": "weight"}, NOTHING),
         (teachers(chat_models, ["math"], ["code"]),

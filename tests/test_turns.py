@@ -18,7 +18,6 @@ from transformers import AutoTokenizer
 
 from conftest import asset
 from isogloss.align import TokenTable
-from isogloss.align_dp import common_spans
 from isogloss.config import Config, template_kwargs
 from isogloss.data.chat import encode_chat, render
 from isogloss.data.sample import TextEncoder
@@ -316,14 +315,6 @@ def test_templates_read_arguments_as_text_and_thoughts_by_any_name(encoder, mark
     for name in ("reasoning_content", "reasoning", "thinking"):
         chat = [asks(), says(tool_calls=calls("\u00c5s"), **{name: "look: "})]
         assert words_of(render(chat, reader), 1) == 'look: weather{"city": "\u00c5s"}'
-
-
-def test_what_two_texts_have_in_common():
-    assert common_spans("", "a") == []
-    assert common_spans("a b", "a b") == [(0, 0, 3)]
-    a, b = 'x{"name": "go", "at": 1}', "<go at=1>"
-    assert [a[i : i + n] for i, _, n in common_spans(a, b)] == ["go", "at", "1"]
-    assert [b[j : j + n] for _, j, n in common_spans(a, b)] == ["go", "at", "1"]
 
 
 # --- the date -------------------------------------------------------------------------------------

@@ -29,6 +29,7 @@ from test_on_policy import (
     base,  # noqa: F401, a fixture
     check_same_rollouts_curve,
     config_of,
+    records_of,
     written_by,
 )
 
@@ -156,6 +157,40 @@ def test_a_process_writes_while_the_student_trains(base):  # noqa: F811
     assert [key for key in of_still if key[0] == 2]
     for key, written in of_still.items():
         assert of_ahead[key] == written
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fault, code", [("stops5", 128 + signal.SIGTERM), ("dies5", 1)])
+def test_what_an_evaluation_waits_for_in_vain_a_resumed_run_does(base, fault, code):  # noqa: F811
+    """Of five requests the first is a check, the second of step 0, the fifth evaluates step 2."""
+    folder, argv = base
+    argv = [*argv, config_of(base, 2, 8, 1), "--steps=4", "--staleness=0", "--eval_every=2",
+            "--rollout_eval=4", f"--rollout_command={command()}"]
+    ended = [*argv, f"--output_dir={folder / fault}"]
+    straight = [*argv, f"--output_dir={folder / f'not {fault}'}"]
+    [codes] = ranks.run(1, run_distill, [
+        [*ended, f"--rollout_command={command(fault)}"], ended, straight])
+    assert codes == [code, 0, 0]
+    lines = losses_of(folder / f"not {fault}", -1)
+    assert [line["step"] for line in lines] == [0, 1, 2, 2, 3, 4, 4]
+    assert losses_of(folder / fault, -1) == lines
+    assert records_of(folder / fault) == records_of(folder / f"not {fault}")
+
+
+@pytest.mark.slow
+def test_more_steps_than_the_run_had_go_on_as_if_it_had_had_them(base):  # noqa: F811
+    """Though the texts of the first one of them are written while the last one before trains."""
+    folder, argv = base
+    argv = [*argv, config_of(base, 2, 8, 1), "--eval_rows=0", f"--rollout_command={command()}"]
+    argv.remove("--eval_rows=6")
+    longer = [*argv, f"--output_dir={folder / 'longer'}"]
+    [codes] = ranks.run(1, run_distill, [
+        [*longer, "--steps=3"], [*longer, "--steps=5"],
+        [*argv, f"--output_dir={folder / 'straight on'}", "--steps=5"]])
+    assert codes == [0, 0, 0]
+    lines = losses_of(folder / "straight on", -1)
+    assert [line["rollout/staleness"] for line in lines] == [0, 1, 0, 1, 1]
+    assert losses_of(folder / "longer", -1) == lines
 
 
 def test_a_command_may_lie_in_a_home_directory(tmp_path, monkeypatch):

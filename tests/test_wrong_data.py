@@ -147,6 +147,12 @@ FILES = {
     "no_content.jsonl": (rows(CHAT, CHAT, [USER, {"role": "assistant"}]),
                          "row 2 of 'text': message 1 has no content"),
     "null_message.jsonl": (rows(CHAT, [USER, None]), "row 1 of 'text': message 1 is null"),
+    "half_weight.jsonl": (rows(CHAT, [USER, dict(ASSISTANT, weight=0.5)]),
+                          "row 1 of 'text': message 1 has a 'weight' that is 0.5, expected 0 or 1"),
+    "half_weight.parquet": (parquet(pa.table({"text": [
+        CHAT, [dict(USER, weight=0.5), dict(ASSISTANT, weight=None)],
+        [dict(USER, weight=1), dict(ASSISTANT, weight=0.5)]]})),
+        "row 2 of 'text': message 1 has a 'weight' that is not 0 or 1"),
     "unknown_role.jsonl": (rows(*[[dict(USER, role="robot")]] * 3),
                            "no such role; it refuses the other 2"),
 }

@@ -107,6 +107,8 @@ FLAGS = {
     # what the student writes
     "--on_policy=1 --kd_weight=0": "--on_policy 1.0 with --kd_weight 0",
     "--on_policy=1 --rollout_top_p=0": "--rollout_top_p 0.0: expected more",
+    "--on_policy=1 --rollout_tokens=20 --rollout_batch=8 --rollout_command=true":
+        "--rollout_batch 8: is for a student that writes itself, and true writes; leave it out",
     "--on_policy=1 --rollout_tokens=20 --rollout_top_p=0.9 --rollout_every=2":
         "--rollout_top_p 0.9 with --rollout_every 2: no ratio makes up for",
     "--on_policy=1 --rollout_tokens=20 --rollout_top_p=0.9 --rollout_command=true":

@@ -71,12 +71,12 @@ def read_record(folder, step=None):
     """
     first = Path(folder) / "run.json"
     later = sorted(first.parent.glob("run_*.json"))
-    if later and not first.exists():  # it began with the checkpoint of another one
+    if later and not os.path.exists(first):  # it began with the checkpoint of another one
         first = later[0]
     before = [path for path in later if step is None or path.name < f"run_{step:07d}.json"]
     path = [first, *before][-1]
     try:
-        if not path.is_file():  # a device may have no end
+        if not os.path.isfile(path):  # a device may have no end
             raise OSError("no file")
         record = json.loads(path.read_text(encoding="utf-8"))
         values = record["config"]

@@ -19,10 +19,8 @@ REASONING = "reasoning_content", "reasoning", "thinking", "tool_plan"
 THOUGHTS = (*REASONING, "thought", "reasoning_details")
 THOUGHT_PARTS = "thinking", "reasoning"  # types of parts of a content
 # Keys that say whether a message is learned -> the value that says no; the other one of 0 and 1.
-EXCLUDING = dict.fromkeys(
-    ("weight", "loss", "train", "trainable", "is_trainable", "training", "train_on", "loss_mask",
-     "loss_weight", "train_mask", "compute_loss"), 0) | dict.fromkeys(
-    ("masked", "is_masked", "mask_loss", "no_loss", "ignore_loss"), 1)
+EXCLUDING = {"weight": 0, "loss": 0, "train": 0, "trainable": 0, "training": 0, "loss_mask": 0,
+             "loss_weight": 0, "masked": 1}
 STAND_IN = 918_273_645_000_000  # and more: numbers that are in no chat
 EXCLUDING_WORDS = "mask", "loss", "train"  # in a key that may say so, too
 # Names that no template knows for the assistant and the user -> theirs, in any case.

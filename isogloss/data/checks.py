@@ -30,7 +30,7 @@ import zstandard
 from datasets import config
 from huggingface_hub.constants import HF_HUB_CACHE
 
-from isogloss.data.chat_rows import THOUGHTS, problem_of
+from isogloss.data.chat_rows import EXCLUDING, ROLES, THOUGHTS, problem_of
 from isogloss.errors import DataError
 from isogloss.flags.yaml_file import without_twins
 
@@ -410,6 +410,14 @@ def _bad_messages(messages):
         if name in fields:
             missing = pc.and_(missing, pc.struct_field(messages, name).is_null())
     yield "has no content", missing
+    for key in EXCLUDING.keys() & fields:
+        weights = pc.struct_field(messages, key)
+        if pa.types.is_floating(weights.type) or pa.types.is_integer(weights.type):
+            is_known = pc.is_in(weights, pa.array([0, 1, None], weights.type))
+            names = pc.utf8_lower(pc.utf8_trim_whitespace(pc.struct_field(messages, role)))
+            of_assistant = pa.array([name for name in ROLES if ROLES[name] == "assistant"])
+            yield (f"has a {key!r} that is not 0 or 1",
+                   pc.and_not(pc.is_in(names, of_assistant), is_known))
 
 
 # --- rows, one by one -----------------------------------------------------------------------------

@@ -198,7 +198,8 @@ def _has_teacher_prompt(dataset, reader):
         column = dataset.data.column(key)
         if column.null_count == len(column):
             return False
-    return any(row[key] for row in dataset)
+        dataset = dataset.select_columns([key])
+    return any(row.get(key) for row in dataset)
 
 
 def check_routes_taken(parts, collator, names):

@@ -6,7 +6,7 @@ writes for it up to the token that ends its turn: where a part of the chat is a 
 whole, it tells both.  Else a mark in the place of what a message holds tells where that stands
 (`Piece`), and both are looked for in what the template writes between two messages.
 
-Tests: tests/test_turns.py.
+Tests: tests/test_turns.py, tests/test_speakers.py.
 """
 
 import itertools
@@ -224,42 +224,43 @@ def behind_answer(write):
 
 
 class Part(NamedTuple):
-    """Hold what a message holds: its content, its thoughts or its calls.
+    """Hold a part of a message: its content, its thoughts or its calls.
 
+    message: number of the message.
     words: the text; "": that of calls.
     put: returns the keys of the message with other words in this place.
     """
 
+    message: int
     name: str
     words: str
     put: Callable
 
 
-def _parts(message):
+def _parts(number, message):
     """List the Parts of a message; one that holds nothing has an empty content."""
     parts = []
     if thought_of(message):
         names = [key for key in REASONING if message.get(key)]
-        parts.append(Part("thoughts", thought_of(message), partial(dict.fromkeys, names)))
+        parts.append(Part(number, "thoughts", thought_of(message), partial(dict.fromkeys, names)))
     content = message["content"]
     begin = 0
     end = content.find(THOUGHT_END) if message["role"] == "assistant" else -1
     if end >= 0:
         begin = len(THOUGHT_BEGIN) if content.startswith(THOUGHT_BEGIN) else 0
-        parts.append(_part_of_content("thoughts", content, begin, end))
+        put = partial(_with_content, content[:begin], content[end:])
+        parts.append(Part(number, "thoughts", content[begin:end], put))
         begin = end + len(THOUGHT_END)
     if message.get("tool_calls"):
-        parts.append(Part("calls", "", partial(_with_arguments, message["tool_calls"])))
+        parts.append(Part(number, "calls", "", partial(_with_arguments, message["tool_calls"])))
     if content[begin:].strip() or not parts:
-        parts.append(_part_of_content("content", content, begin, len(content)))
+        put = partial(_with_content, content[:begin], "")
+        parts.append(Part(number, "content", content[begin:], put))
     return parts
 
 
-def _part_of_content(name, content, begin, end):
-    def put(words):
-        return {"content": content[:begin] + words + content[end:]}
-
-    return Part(name, content[begin:end], put)
+def _with_content(before, behind, words):
+    return {"content": before + words + behind}
 
 
 def _with_arguments(calls, words):
@@ -276,118 +277,73 @@ class Piece(NamedTuple):
     """Hold characters of a rendering that a message says.
 
     message: its number.
+    is_call: of a call, these are the arguments.
     is_sure: whatever it says, the rendering is the same around it.
     """
 
     begin: int
     end: int
     message: int
+    is_call: bool
     is_sure: bool
 
 
-def _pieces(messages, text, write):
-    """List the Pieces of a rendering of messages, in its order."""
-    parts = []  # (number of its message, Part)
-    for number, message in enumerate(messages):
-        parts += [(number, part) for part in _parts(message)]
-    known = _places_at_once(parts, messages, text, write)
+def _pieces(parts, known, messages, text, write):
+    """List the Pieces of a rendering of messages, in its order.
+
+    Args:
+        parts: of all messages; known: what `_known_pieces` returns.
+    """
     pieces = []
-    for index, (number, part) in enumerate(parts):
+    for index, part in enumerate(parts):
         if index in known:
-            pieces += [Piece(*place, number, True) for place in known[index]]
+            pieces += known[index]
             continue
-
-        def rewrite(words, number=number, part=part):
-            message = messages[number] | part.put(words)
-            other = write([*messages[:number], message, *messages[number + 1 :]], False)
-            return other if other and MARK in other else None
-
-        places, is_sure = _places_of(part.words, text, rewrite)
-        pieces += [Piece(*place, number, is_sure) for place in places]
+        number = part.message
+        message = messages[number] | part.put(MARK)
+        other = write([*messages[:number], message, *messages[number + 1 :]], False) or ""
+        first, *behind = other.split(MARK)
+        if behind:
+            begin = _common_begin(text, first)
+            end = len(text) - _common_end(text[begin:], behind[-1])
+            is_sure = begin == len(first) and len(text) - end == len(behind[-1])
+            is_sure = is_sure and len(behind) == 1
+            pieces.append(Piece(begin, end, number, part.name == "calls", is_sure))
     sure = [piece for piece in pieces if piece.is_sure]
-    # with other words, the template may have changed more than these
+    # with other words the template may have changed more than these, or it writes them twice
     doubtful = [piece for piece in pieces if not piece.is_sure and not any(
         piece.begin < other.end and other.begin < piece.end and piece.message != other.message
         for other in sure)]
     return sorted(sure + doubtful)
 
 
-def _places_at_once(parts, messages, text, write):
-    """Return {index of a Part: [(first character, last + 1)]} by one rendering with many marks.
+def _known_pieces(parts, messages, text, write):
+    """Return {index of a Part: its Pieces} by one rendering with a mark for each.
 
     Calls are not in it, and nothing is where a template writes words otherwise than they are.
     """
     chat = list(messages)
     of_key = {}  # of two Parts of a content the second one
-    for index, (number, part) in enumerate(parts):
+    for index, part in enumerate(parts):
         if part.name != "calls":
             keys = part.put(f"{MARK}{index:06d}")
-            chat[number] = chat[number] | keys
-            of_key[number, min(keys)] = index
-    places = {index: [] for index in of_key.values()}
+            chat[part.message] = chat[part.message] | keys
+            of_key[part.message, min(keys)] = index
+    pieces = {index: [] for index in of_key.values()}
     first, *rest = re.split(MARK + r"(\d{6})", write(chat, False) or MARK)
     if not text.startswith(first):
         return {}
     begin = len(first)
     for index, behind in zip(map(int, rest[::2]), rest[1::2]):
-        held = parts[index][1].words
+        held = parts[index].words
         for words in (held, held.strip(), held.lstrip(), held.rstrip()):
             if text.startswith(words + behind, begin):
                 break
         else:
             return {}
-        places[index].append((begin, begin + len(words)))
+        pieces[index].append(Piece(begin, begin + len(words), parts[index].message, False, True))
         begin += len(words) + len(behind)
-    return places if begin == len(text) else {}
-
-
-def _places_of(words, text, rewrite):
-    """Return ([(first character, last + 1)] of words of a message, whether they are sure).
-
-    Args:
-        words: see `Part`.
-        rewrite: returns what the template writes with other words; None: it leaves them out.
-    """
-    other = rewrite(MARK)
-    if other is None:
-        return [], False
-    places, is_sure = _places(text, other)
-    if is_sure or not words:
-        return places, is_sure
-    # templates look at how words begin and end, and what they hold, so leave them as they are
-    middle = words.find(" ", len(words) // 2) % (len(words) + 1)
-    other = rewrite(words[:middle] + MARK + words[middle:])
-    if other is not None:
-        inner, is_sure = _places(text, other)
-        inner = [(begin - _common_end(text[:begin], words[:middle]),
-                  end + _common_begin(text[end:], words[middle:])) for begin, end in inner]
-        if is_sure and all(text[begin:end].strip() == words.strip() for begin, end in inner):
-            return inner, True
-    return places, False
-
-
-def _places(text, other):
-    """Find in a text what has marks in another one.
-
-    Returns:
-        ([(first character, last + 1)], whether all else is the same); one place where it is not,
-        or where several have not one size.
-    """
-    first, *between, last = other.split(MARK)
-    begin = _common_begin(text, first)
-    end = len(text) - _common_end(text[begin:], last)
-    whole = [(begin, end)]
-    if begin < len(first) or len(text) - end < len(last):
-        return whole, False
-    size, rest = divmod(end - begin - sum(map(len, between)), len(between) + 1)
-    places = []
-    for words in [*between, ""]:
-        places.append((begin, begin + size))
-        begin += size
-        if size < 0 or rest or not text.startswith(words, begin):
-            return whole, False
-        begin += len(words)
-    return places, True
+    return pieces if begin == len(text) else {}
 
 
 class Run(NamedTuple):
@@ -395,7 +351,7 @@ class Run(NamedTuple):
 
     low: where what stands in front of them ends; high: where what stands behind them begins.
     before: the Piece in front of them; None: nothing is.
-    last: the last one of them.
+    first, last: of them.
     """
 
     message: int
@@ -404,6 +360,7 @@ class Run(NamedTuple):
     end: int
     high: int
     before: Piece | None
+    first: Piece
     last: Piece
 
 
@@ -418,7 +375,8 @@ def _runs(pieces, size):
             runs[-1] = runs[-1]._replace(high=max(runs[-1].end, group[0].begin))
         begin = max(low, group[0].begin)
         end = max([begin, *[piece.end for piece in group]])
-        runs.append(Run(message, low, begin, end, max(end, size), before, group[-1]))
+        high = max(end, size)
+        runs.append(Run(message, low, begin, end, high, before, group[0], group[-1]))
         low = end
         before = group[-1]
     return runs
@@ -451,6 +409,10 @@ def stretches(messages, text, write, header, ends):
         text: the rendering of all messages.
         ends: (first, last + 1) characters of the tokens that may end a turn.
     """
+    parts = []
+    for number, message in enumerate(messages):
+        parts += _parts(number, message)
+    known = _known_pieces(parts, messages, text, write)
     found = []
     runs = None
     size = len(text)
@@ -465,21 +427,31 @@ def stretches(messages, text, write, header, ends):
             if number < len(messages) - 1:
                 behind = write(messages[: number + 1], False)
             stretch = _between(number, text, before, behind, ends)
-            if stretch:
+            if stretch and not _reaches_over(stretch, known):
                 found.append(stretch)
                 continue
         if runs is None:
-            runs = _runs(_pieces(messages, text, write), size)
+            runs = _runs(_pieces(parts, known, messages, text, write), size)
         for run in runs:
-            if run.message == number:
-                if run.before and run.before.message > number:  # who speaks in front of its content
-                    chat = [*messages[:number], message | {"content": ""}]
-                    chat += messages[number + 1 : run.before.message + 1]
-                    before = _before(chat, write, header)
-                begin = _begin(run, text, before, header, ends)
-                if begin is not None:
-                    found.append(_until_end(begin, run, messages, text, write, ends))
+            if run.message != number:
+                continue
+            if run.before and run.before.message > number:  # who speaks in front of its content
+                chat = [*messages[:number], message | {"content": ""}]
+                chat += messages[number + 1 : run.before.message + 1]
+                before = _before(chat, write, header)
+            begin = _begin(run, text, before, header, ends)
+            if begin is not None:
+                found.append(_until_end(begin, run, messages, text, write, ends))
     return sorted(found, key=lambda stretch: stretch.begin)
+
+
+def _reaches_over(stretch, known):
+    """Tell whether a Stretch holds what another message says; known: see `_known_pieces`."""
+    for piece in itertools.chain(*known.values()):
+        if max(piece.begin, stretch.begin) < min(piece.end, stretch.low):
+            if piece.message != stretch.message:
+                return True
+    return False
 
 
 def _before(messages, write, header):
@@ -553,7 +525,8 @@ def _begin(run, text, before, header, ends):
     begin = _agreed(run.before, run.low, run.begin, text, before)
     if begin is None:
         behind_ends = [last for first, last in ends if run.low <= first and last <= run.begin]
-        begin = min([run.begin, *behind_ends[:1]])
+        # the marks of a call are a part of it, and stand in front of its arguments
+        begin = min([run.low if run.first.is_call else run.begin, *behind_ends[:1]])
     return begin
 
 
@@ -593,7 +566,7 @@ def doubts(messages, encoder, tools=None):
     for number, message in enumerate(messages):
         if message["role"] == "user":  # templates leave out the thoughts before a question
             last_parts.pop("thoughts", None)
-        for part in _parts(message):
+        for part in _parts(number, message):
             name = part.name
             if name == "content":
                 beside = " beside tool calls" if message.get("tool_calls") else ""

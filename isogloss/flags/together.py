@@ -79,6 +79,11 @@ def check_idle(cfg):
         if name not in ("on_policy", "prompt_key"):
             idle.append((name, SHARED.get(name, ["on_policy"]),
                          "is for what the student writes; add --on_policy"))
+    for name in ("rollout_batch", "rollout_replica"):
+        readers = [other for other in SHARED[name] if other != "on_policy" and is_set(cfg, other)]
+        if cfg.writer_command and is_set(cfg, name) and not readers:
+            raise ValueError(f"{shown(cfg, name)}: is for a student that writes itself, and "
+                             f"{cfg.writer_command} writes; leave it out")
     for name in groups["evaluation tasks"]:
         idle.append((name, ["eval_tasks"], "is for --eval_tasks, which names none; add it"))
     _check_needs(cfg, idle)
