@@ -60,6 +60,7 @@ ARMS = {
     "piece_kl alone": {"loss": "piece_kl", "kd_weight": 1, "ce_weight": 0},
     "text + alm": {"loss": "alm", "kd_weight": 1},
     "alm alone": {"loss": "alm", "kd_weight": 1, "ce_weight": 0},
+    "text + simct": {"loss": "simct_fkl", "kd_weight": 1, "plugin": "rivals"},
 }
 ASKED = "Why is the sky blue?"
 BEGUN = "The most important thing about a library is"
@@ -252,6 +253,9 @@ def _trained(run, args, paths, arm, seed, steps):
               "steps": steps, "learning_rate": args.rate, "max_length": 2 * PASSAGE,
               "ds_config": run / "ds.json", "output_dir": run, "export": run / "student",
               "teacher_dtype": demo.teacher_dtype()} | ARMS[arm]
+    if "plugin" in values:
+        values["plugin"] = run / "rivals_of_it.py"
+        values["plugin"].write_text("from benchmarks import rivals\n\nrivals.add()\n")
     flags = [f"--{key}={value}" for key, value in values.items()]
     log = run / "log.txt"
     if demo.launch(1, flags, log, demo.num_threads(args.jobs)):
