@@ -128,7 +128,9 @@ def check_same_curve(expected, lines, rel_tol, abs_tol=0.0, name=""):
     for a, b in zip(expected, lines, strict=True):
         assert a.keys() == b.keys(), name
         for key, value in a.items():
+            # in bf16 that of a few hundred tokens leaps
+            least = 0.01 if key == "accuracy" and rel_tol > 1e-3 else abs_tol
             # null: a mean over nothing
             close = value == b[key] or math.isclose(
-                value, b[key], rel_tol=rel_tol, abs_tol=abs_tol)
+                value, b[key], rel_tol=rel_tol, abs_tol=least)
             assert close, (name, key, a, b)

@@ -8,6 +8,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from isogloss.config import Config
+from isogloss.data.chat_rows import SHAPES, in_shape
 from isogloss.data.checks import explained
 from isogloss.data.open_data import filled_columns, holds_chats, load_dataset
 from isogloss.data.order import ExampleReader, ShuffledExamples
@@ -62,8 +63,7 @@ def test_chats_that_are_objects_of_lists_are_read(tmp_path, written, first, seco
     ending = {"save_to_disk": "", "to_parquet": ".parquet", "to_json": ".jsonl"}[written]
     source = tmp_path / f"a{ending}"
     getattr(frame, written)(source)
-    called = call | {"function": {"name": "f", "arguments": {"a": 1}}}
-    expected = [[("user", "a", []), ("assistant", "", [called]), ("user", "c", [])], [],
+    expected = [[("user", "a", []), ("assistant", "", [call]), ("user", "c", [])], [],
                 [("user", "d", [])]]
     for dataset in opened(source, "chat", json_keys=("parts",), optional_keys=("tools",)):
         assert holds_chats(dataset, "chat")
@@ -87,13 +87,13 @@ def test_half_a_surrogate_pair_anywhere_in_a_row_is_named(tmp_path):
     in_calls = with_arguments(json.dumps({"a": odd}))
     reader = ExampleReader("chat", tools_key="tools", has_chats=True)
     for chat in ([USER, dict(ANSWER, content=odd)], [USER, dict(ANSWER, reasoning_content=odd)],
-                 with_arguments({"a": odd}), in_calls, [USER, dict(ANSWER, **{odd: "a"})],
+                 with_arguments({"a": odd}), [USER, dict(ANSWER, **{odd: "a"})],
                  json.dumps([USER, dict(ANSWER, content=odd)]),
                  [dict(USER, content=[{"type": "text", "text": odd}]), ANSWER]):
         with pytest.raises(DataError, match=r"row 7 of 'chat': message [01] holds half of a surr"):
             reader({"chat": chat}, 7)
         rows = [{"chat": PLAIN}] * 3 + [{"chat": chat}]
-        if chat is in_calls or isinstance(chat, str):  # in the file it is no half pair yet
+        if isinstance(chat, str):  # in the file it is no half pair yet
             continue
         for ending, place in ((".jsonl", r"row 3 \(line 4\)"), (".json", r"row 3 \(line 1\)")):
             source = tmp_path / f"a{ending}"
@@ -102,6 +102,9 @@ def test_half_a_surrogate_pair_anywhere_in_a_row_is_named(tmp_path):
                 message = rf"a{ending}: 'chat' of {place} holds half of a surrogate pair"
                 with pytest.raises(DataError, match=message), explained(str(source)):
                     list(load_dataset(str(source), "chat", streaming=streaming))
+    read = reader({"chat": in_calls}, 7).content  # letters that a model has written
+    for shape in SHAPES:
+        json.dumps(in_shape(read, shape, {}), ensure_ascii=False).encode()
     with pytest.raises(DataError, match="row 7 of 'chat': 'tools' holds half of a surrogate"):
         reader({"chat": PLAIN, "tools": json.dumps([TOOL | {"a": odd}])}, 7)
     whole = json.dumps([{"role": "user", "content": "\U0001f600"}])  # as both halves, escaped

@@ -417,7 +417,7 @@ def _as_it_is(arguments, numbers):
 
 def _as_object(arguments, numbers):
     value = _json_of(arguments, numbers) if isinstance(arguments, str) else arguments
-    return value if isinstance(value, dict) else arguments
+    return value if isinstance(value, dict) and is_text(value) else arguments
 
 
 def _as_text(arguments, numbers):
