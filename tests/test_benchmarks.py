@@ -9,6 +9,7 @@ import re
 import runpy
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from itertools import product
 from pathlib import Path
 
@@ -337,3 +338,37 @@ def test_whole_jobs_are_checked_and_profiled(tmp_path):
 def test_gaps_lie_between_kernels_that_overlap():
     busy, gaps = gpu_job.busy_and_gaps([(0, 2), (1, 3), (5, 9), (6, 7), (9, 10)])
     assert (busy, gaps) == (8, [2])
+
+
+@pytest.mark.slow
+def test_what_a_transferred_model_wins_back_is_a_table(models, tokenizers, tmp_path, monkeypatch,
+                                                       capsys):
+    from benchmarks import transfer
+
+    tokenizers[1].save_pretrained(tmp_path / "tokenizer")
+    monkeypatch.setattr(transfer, "RUNS", tmp_path / "runs")
+    monkeypatch.setattr(transfer, "HELD_OUT", 4)
+    args = transfer.Args(model=models[0], tokenizer=str(tmp_path / "tokenizer"), name="toy",
+                         arms="1,2,3", steps=2, seeds=2, jobs=1, shows=False)
+    monkeypatch.setattr(transfer, "ProcessPoolExecutor", lambda *_: ThreadPoolExecutor(1))
+    for _ in range(2):  # the second time nothing is left to do
+        transfer.main(args)
+        printed = capsys.readouterr().out
+    assert "seed 0" not in printed
+    lines = [line.split(" | ") for line in printed.splitlines() if line.startswith("|")]
+    assert [line[0].strip("| ") for line in lines[2:]] == [
+        "the model as it was", "new tokens, before training", *list(transfer.ARMS)[:3]]
+    assert all("%" in cell for line in lines[4:] for cell in line[3:7])
+
+
+def test_shares_agreement_and_intervals_are_by_their_definitions():
+    from benchmarks import transfer
+
+    rows = {"x": {"bits": [10.0, 30.0], "bytes": [10, 20], "agree": [1, 2], "asked": [4, 2]}}
+    more = {"x": {"bits": [20.0, 40.0], "bytes": [10, 20], "agree": [0, 2], "asked": [4, 2]}}
+    assert transfer.per_byte([rows], "x") == pytest.approx(40 / 30)
+    assert transfer.per_byte([rows, more], "x") == pytest.approx(50 / 30)
+    assert transfer.agreement([rows, more], "x") == pytest.approx(5 / 12)
+    # of one row alone the gain is 10 / 10 or 10 / 20 bits per byte, of both 20 / 30
+    low, high = transfer.interval([more], [rows], "x")
+    assert (low, high) == (pytest.approx(0.5), pytest.approx(1.0))
