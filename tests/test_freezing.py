@@ -1,0 +1,132 @@
+"""--train_only embeddings, for a run or for its first steps: as plain torch trains, at every stage.
+"""
+
+import functools
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+import ranks
+from jobs import ds_config, losses_of, run_distill, write_corpus
+
+RATE = 0.02
+STEPS = 5
+ADAM = {"optimizer": {"type": "AdamW", "params": {
+    "lr": RATE, "weight_decay": 0.5, "torch_adam": True}}}
+# (ZeRO stage, student): steps before all weights are trained
+QUICK = {(0, "tied"): 2, (2, "untied"): 2, (3, "tied"): 2, (1, "tied"): STEPS}
+SLOW = {(1, "untied"): 2, (2, "tied"): 2, (3, "untied"): STEPS, (0, "untied"): STEPS}
+CASES = QUICK | SLOW
+EACH = pytest.mark.parametrize("stage, kind", [
+    *QUICK, *[pytest.param(*case, marks=pytest.mark.slow) for case in SLOW]])
+
+
+def tensors_of(folder):
+    [path] = Path(folder).glob("*.safetensors")
+    return load_file(path)
+
+
+def is_end(name):
+    return "embed_tokens" in name or "lm_head" in name
+
+
+def assert_equal(weights, others):
+    assert weights.keys() == others.keys()
+    assert all(torch.equal(weights[name], others[name]) for name in weights)
+
+
+def plain_run(path, tokenizer, texts, freeze_until):
+    """Train by plain torch, one text by itself; return ([(loss, norm)], {name: weight})."""
+    model = AutoModelForCausalLM.from_pretrained(path)
+    named = dict(model.named_parameters())
+    groups = [{"params": [weight for weight in named.values() if (weight.dim() > 1) == decays],
+               "weight_decay": 0.5 * decays} for decays in (True, False)]
+    optimizer = torch.optim.AdamW(groups, lr=RATE)  # which leaves out what has no gradient
+    lines = []
+    for step in range(STEPS):
+        losses = []
+        for text in texts[:8]:
+            ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+            bos = [] if tokenizer.bos_token_id is None else [tokenizer.bos_token_id]
+            ids = torch.tensor(bos + ids + [tokenizer.eos_token_id])
+            logits = model(input_ids=ids[None]).logits[0, :-1, : len(tokenizer)]
+            losses.append(torch.nn.functional.cross_entropy(logits, ids[1:], reduction="none"))
+        loss = torch.cat(losses).mean()
+        optimizer.zero_grad()
+        loss.backward()
+        for name, weight in named.items():
+            if step < freeze_until and not is_end(name):
+                weight.grad = None
+        norm = torch.nn.utils.clip_grad_norm_(named.values(), 0.5)
+        optimizer.step()
+        lines.append((float(loss.detach()), float(norm)))
+    return lines, {name: weight.detach() for name, weight in named.items()}
+
+
+def command_lines(folder, students, texts, cases):
+    corpus = write_corpus(folder, texts, 8)
+    lines = {}
+    for (stage, kind), freeze_until in cases.items():
+        config = ds_config(folder / f"{stage}.json", stage, 2, 2, **ADAM)
+        whole_run = freeze_until == STEPS
+        words = [f"--student={students[kind]}", f"--data={corpus}", "--num_workers=0",
+                 f"--steps={STEPS}", f"--ds_config={config}", "--max_length=250", "--kd_weight=0",
+                 "--train_only=embeddings", *([] if whole_run else ["--freeze_until=2"])]
+        output = folder / f"{stage}{kind}"
+        lines[stage, kind] = [*words, f"--output_dir={output}", f"--export={output}/export",
+                              "--save_every=1", "--keep_checkpoints=9"]
+        for step in (1, 3):
+            again = folder / f"{stage}{kind}{step}"
+            lines[stage, kind, step] = [
+                *words, f"--output_dir={again}", f"--export={again}/export",
+                f"--resume={output}/checkpoints/step_000000{step}"]
+    return lines
+
+
+@pytest.fixture(scope="module")
+def students(models, untied):
+    return {"tied": models[0], "untied": untied}
+
+
+@pytest.fixture(scope="module")
+def folder_of(students, texts, tmp_path_factory):
+    """Function of a case: folder of all jobs like it, run on two ranks one after the other."""
+    @functools.cache
+    def run(is_quick):
+        folder = tmp_path_factory.mktemp("freezing")
+        lines = command_lines(folder, students, texts, QUICK if is_quick else SLOW)
+        codes = ranks.run(2, run_distill, list(lines.values()))
+        assert codes == [[0] * len(lines)] * 2, dict(zip(lines, codes[0]))
+        return folder
+
+    return lambda case: run(case in QUICK)
+
+
+@EACH
+def test_embeddings_learn_alone_as_in_plain_torch(folder_of, students, tokenizers, texts, stage,
+                                                      kind):
+    """Losses, norms and weights: no moment, step count, decay or part of the norm of the others."""
+    jobs = folder_of((stage, kind))
+    lines, weights = plain_run(students[kind], tokenizers[0], texts, CASES[stage, kind])
+    for line, (loss, norm) in zip(losses_of(jobs / f"{stage}{kind}"), lines, strict=True):
+        assert line["loss"] == pytest.approx(loss, rel=1e-4)
+        assert line["grad_norm"] == pytest.approx(norm, rel=1e-3)
+    before = tensors_of(students[kind])
+    for name, weight in tensors_of(jobs / f"{stage}{kind}" / "export").items():
+        is_frozen = CASES[stage, kind] == STEPS and not is_end(name)
+        assert torch.equal(weight, before[name]) == is_frozen, name
+        error = (weight - weights[name]).norm() / weights[name].norm()
+        assert error < 2e-3, (name, float(error))
+
+
+@EACH
+def test_both_phases_go_on_bit_by_bit(folder_of, stage, kind):
+    jobs = folder_of((stage, kind))
+    whole = jobs / f"{stage}{kind}"
+    for step in (1, 3):
+        again = jobs / f"{stage}{kind}{step}"
+        assert losses_of(again, step) == losses_of(whole, step)
+        assert_equal(tensors_of(again / "export"), tensors_of(whole / "export"))
