@@ -76,7 +76,8 @@ def check_convertible(checkpoint, position, layout):
         layout: the layout of this run.
     Raises:
         ValueError: another optimizer than Adam and AdamW, whose state would be lost; weights that
-            began later than others, whose counts of steps would be lost; or DeepSpeed's fused one with 16-bit weights at ZeRO stage 0, which keeps all parameters in one.
+            began later than others, whose counts of steps would be lost; or DeepSpeed's fused one
+            with 16-bit weights at ZeRO stage 0, which keeps all parameters in one.
     """
     stages = {position["layout"]["zero_stage"], layout["zero_stage"]}
     if stages == {0}:

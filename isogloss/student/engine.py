@@ -17,7 +17,7 @@ from transformers.integrations.deepspeed import (
 )
 
 from isogloss.models.activations import offload_activations, tile_mlps
-from isogloss.models.adapters import adapter_of, add_adapter, describe_adapter, student_adapter
+from isogloss.models.adapters import adapter_of, add_adapter, describe_trained, student_adapter
 from isogloss.models.pretrained import attention_options, load_model, random_model
 from isogloss.models.quantized import keep_as_loaded, num_weights, plain, quantization_options
 from isogloss.student.ds_engine import start_deepspeed
@@ -211,7 +211,8 @@ class EngineRunner:
         self.balance = balance
         self.late = late
         self.averaged_ranks = dist.get_world_size()
-        self.description = describe_adapter(engine.module.model)
+        lines = describe_trained(engine.module.model), late and late.description
+        self.description = "; ".join(filter(None, lines))
         self.num_parameters = 0
         self.num_weights = 0
         for parameter in engine.module.parameters():

@@ -18,17 +18,14 @@ Tests: tests/test_freezing.py.
 from contextlib import contextmanager
 from functools import wraps
 
+from isogloss.models.adapters import end_parameters
+
 WAITS = "waits"  # key of a parameter group
-
-
-def end_modules(model):
-    """Return (input embedding, head)."""
-    return model.get_input_embeddings(), model.get_output_embeddings()
 
 
 def waiting_weights(model):
     """List the trained parameters of a model that are neither of its embedding nor of its head."""
-    ends = {id(weight) for module in end_modules(model) for weight in module.parameters()}
+    ends = {id(weight) for _, weight in end_parameters(model)}
     return [weight for weight in model.parameters()
             if weight.requires_grad and id(weight) not in ends]
 
@@ -44,6 +41,7 @@ class LateWeights:
     Attributes:
         num_steps: how many.
         weights: those that wait.
+        description: what a user may want to know of it.
     """
 
     def __init__(self, engine, num_steps):
@@ -51,6 +49,7 @@ class LateWeights:
         self.engine = engine
         self.num_steps = num_steps
         self.weights = waiting_weights(engine.module.model)
+        self.description = f"embedding and head alone learn in the first {num_steps} steps"
         optimizer = engine.basic_optimizer
         if not any(WAITS in group for group in optimizer.param_groups):
             raise ValueError(f"--freeze_until {num_steps}: {type(optimizer).__name__} makes "
