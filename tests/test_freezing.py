@@ -10,7 +10,8 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 import ranks
-from jobs import ds_config, losses_of, run_distill, write_corpus
+from isogloss import command
+from jobs import ds_config, losses_of, run_and_listen, run_distill, write_corpus
 
 peft = pytest.importorskip("peft", reason="the optional peft is absent")
 
@@ -149,3 +150,54 @@ def test_both_phases_go_on_bit_by_bit(folder_of, stage, kind):
         again = jobs / f"{stage}{kind}{step}"
         assert losses_of(again, step) == losses_of(whole, step)
         assert_equal(tensors_of(again / "export"), tensors_of(whole / "export"))
+
+
+# --- what is written ------------------------------------------------------------------------------
+
+
+def bits_of(output):
+    return [line["eval/student_bits_per_byte"] for line in losses_of(output, -1)
+            if "eval/student_bits_per_byte" in line]
+
+
+def test_what_is_exported_is_read_again_and_checkpoints_are_whole(students, texts, tmp_path):
+    corpus = write_corpus(tmp_path, texts, 8)
+
+    def job(name, student, stage, *words):
+        of_teacher = () if "--on_policy=0.5" in words else ("--kd_weight=0",)
+        config = ds_config(tmp_path / f"{stage}.json", stage, 2, 1, **ADAM)
+        return [f"--student={student}", f"--data={corpus}", "--num_workers=0", *of_teacher,
+                "--max_length=60", f"--ds_config={config}", "--eval_rows=2", "--save_every=1",
+                f"--output_dir={tmp_path / name}", f"--export={tmp_path / name}/export", *words]
+
+    both = ["--lora_r=2", "--lora_embeddings"]
+    ends = "--train_only=embeddings"
+    adapter = tmp_path / "adapter" / "export"
+    lines = [
+        job("adapter", students["tied"], 3, *both, "--steps=1"),
+        job("goes on", adapter, 2, *both, "--steps=1", "--on_policy=0.5", "--rollout_tokens=4",
+            f"--teacher={students['untied']}"),
+        job("merged", adapter, 3, "--steps=1"),
+        job("ends", students["untied"], 2, ends, "--steps=2"),
+        job("ends on", students["untied"], 3, ends, "--steps=2",
+            f"--resume={tmp_path}/ends/checkpoints/step_0000001"),
+        job("late", students["tied"], 2, ends, "--steps=1", "--freeze_until=1"),
+        job("elsewhere", students["tied"], 3, ends, "--steps=2", "--freeze_until=1",
+            f"--resume={tmp_path}/late/checkpoints/step_0000001"),
+    ]
+    codes, said = ranks.run(1, run_and_listen, *lines)[0]
+    assert codes == [0] * 6 + [2], said
+    assert "with --freeze_until weights have counts of steps of their own" in said
+    assert "trains" in said and "embedding and head alone learn in the first 1 steps" in said
+    for name in ("goes on", "merged"):
+        assert bits_of(tmp_path / name)[0] == pytest.approx(bits_of(tmp_path / "adapter")[-1])
+    assert losses_of(tmp_path / "ends on", 1)[0]["loss"] == pytest.approx(
+        losses_of(tmp_path / "ends", 1)[0]["loss"], rel=1e-4)
+    for name in ("adapter", "ends", "ends on"):
+        written = tool_export(tmp_path / name, tmp_path / name / "again")
+        assert_equal(tensors_of(written), tensors_of(tmp_path / name / "export"))
+
+
+def tool_export(run, output):
+    command.tool("export", [str(run), f"--output={output}"])
+    return output
