@@ -157,6 +157,46 @@ def test_both_phases_go_on_bit_by_bit(folder_of, stage, kind):
         assert_equal(tensors_of(again / "export"), tensors_of(whole / "export"))
 
 
+BF16 = {"bf16": {"enabled": True}}
+OTHERS = {  # ZeRO stage, what the ds_config has besides, flags
+    "offloaded 2": (2, {"zero_optimization": {"stage": 2, "offload_optimizer": {
+        "device": "cpu"}}, "zero_force_ds_cpu_optimizer": False}, []),
+    "offloaded 3": (3, {"zero_optimization": {"stage": 3, "offload_optimizer": {
+        "device": "cpu"}}, "zero_force_ds_cpu_optimizer": False}, []),
+    "bf16 0": (0, BF16, []),
+    "bf16 1": (1, BF16, ["--activation_checkpointing"]),
+    "bf16 3": (3, BF16, ["--activation_checkpointing"]),
+    "sums in float32": (1, BF16 | {"data_types": {"grad_accum_dtype": "fp32"}}, []),
+}
+
+
+@pytest.mark.slow
+def test_other_engines_hold_the_layers_too(students, texts, tmp_path):
+    """No layer moves in the first two steps, all do in the third, and a job goes on bit by bit."""
+    corpus = write_corpus(tmp_path, texts, 8)
+    lines = {}
+    for name, (stage, more, words) in OTHERS.items():
+        config = ds_config(tmp_path / f"{name}.json", stage, 2, 2, **ADAM | more)
+        for folder in (name, f"{name} again"):
+            lines[folder] = [
+                f"--student={students['untied']}", f"--data={corpus}", "--num_workers=0",
+                f"--ds_config={config}", "--max_length=60", "--kd_weight=0", "--save_every=1",
+                "--train_only=embeddings", "--freeze_until=2", "--steps=3", "--keep_checkpoints=3",
+                f"--output_dir={tmp_path / folder}", *words]
+        lines[f"{name} again"].append(f"--resume={tmp_path / name}/checkpoints/step_0000001")
+    codes, said = ranks.run(1, run_and_listen, *lines.values())[0]
+    assert codes == [0] * len(lines), said
+    before = tensors_of(students["untied"])
+    for name in OTHERS:
+        assert losses_of(tmp_path / name, 1) == losses_of(tmp_path / f"{name} again", 1)
+        for step in (2, 3):
+            output = tmp_path / f"{name} {step}"
+            command.tool("export", [str(tmp_path / name), f"--step={step}", f"--output={output}"])
+            for key, weight in tensors_of(output).items():
+                stays = step == 2 and not is_end(key)
+                assert torch.equal(weight, before[key].to(weight.dtype)) == stays, (name, key)
+
+
 # --- what is written ------------------------------------------------------------------------------
 
 

@@ -26,7 +26,7 @@ from isogloss.student.finite import (
     let_overflow_skip_steps,
     spoil_gradient_unless_finite,
 )
-from isogloss.student.freezing import WAITS, require_gradients, waiting_weights
+from isogloss.student.freezing import require_gradients, waiting_groups, waiting_weights
 from isogloss.student.router import freeze_routers
 from isogloss.tiles import HiddenLogits, StoredLogits, head_of
 
@@ -428,7 +428,7 @@ def optimizer_groups(module, projection_learning_rate=0.0, freeze_until=0):
     if projection_learning_rate:
         projection["lr"] = projection_learning_rate
     groups = [projection, *groups_by_decay(others)]
-    groups += [group | {WAITS: True} for group in groups_by_decay(late)]
+    groups += waiting_groups(*groups_by_decay(late))
     return [group for group in groups if group["params"]]
 
 

@@ -20,7 +20,7 @@ from functools import wraps
 
 from isogloss.models.adapters import end_parameters
 
-WAITS = "waits"  # key of a parameter group
+WAITS = "waits"  # key of a parameter group: its weight decay, None: the optimizer's own
 
 
 def waiting_weights(model):
@@ -28,6 +28,15 @@ def waiting_weights(model):
     ends = {id(weight) for _, weight in end_parameters(model)}
     return [weight for weight in model.parameters()
             if weight.requires_grad and id(weight) not in ends]
+
+
+def waiting_groups(*groups):
+    """Return parameter groups as those that wait, with their weight decay put aside.
+
+    DeepSpeed's optimizer of 16-bit weights at ZeRO stage 0 takes a step without gradients at its
+    start, in which decay would move them.
+    """
+    return [group | {"weight_decay": 0.0, WAITS: group.get("weight_decay")} for group in groups]
 
 
 def require_gradients(weights, choice):
@@ -54,6 +63,10 @@ class LateWeights:
         if not any(WAITS in group for group in optimizer.param_groups):
             raise ValueError(f"--freeze_until {num_steps}: {type(optimizer).__name__} makes "
                              "parameter groups of its own, which cannot wait; use AdamW")
+        for group in optimizer.param_groups:
+            if WAITS in group:
+                own = optimizer.defaults.get("weight_decay", 0.0)
+                group["weight_decay"] = own if group[WAITS] is None else group[WAITS]
         # of weights that ZeRO-3 leaves on the GPU when it offloads a part of the others
         for each in filter(None, (optimizer, getattr(engine.optimizer, "backup_optimizer", None))):
             self._let_wait(each)
