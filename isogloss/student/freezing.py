@@ -10,7 +10,8 @@ those that wait are in parameter groups of their own:
   their count of steps begin with their own first step.
 
 Between steps they look like all others, to checkpoints and to whoever copies the student.  The
-engine's count of steps, which a checkpoint restores, says which phase it is.
+engine's count of steps, which a checkpoint restores, says which phase it is.  Two runs, the second
+from the export of the first, would be another thing: moments and schedule would begin anew.
 
 Tests: tests/test_freezing.py.
 """
