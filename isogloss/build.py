@@ -37,6 +37,7 @@ from isogloss.student.engine import (
     start_engine,
 )
 from isogloss.student.finite import BadSteps
+from isogloss.student.freezing import LateWeights
 from isogloss.student.pipeline import start_pipeline
 from isogloss.student.router import RouterBalance, router_weight
 from isogloss.student.stages import probe_ids
@@ -147,12 +148,14 @@ def build_state(cfg, inputs, device, roles=None):
         attach_projection(module, inputs.teachers, model.device)
         dist.barrier()  # waits for slow loads: DeepSpeed's own groups do not wait for long
         engine = start_engine(
-            module, inputs.ds_config, cfg.ds_config, cfg.projection_learning_rate)
+            module, inputs.ds_config, cfg.ds_config, cfg.projection_learning_rate,
+            cfg.freeze_until)
         balance = None
         if inputs.balances_experts:
             config = load_config("student", cfg.student, cfg.trust_remote_code).get_text_config()
             balance = RouterBalance(model, router_weight(cfg, config))
-        student = EngineRunner(engine, vocab, balance)
+        late = LateWeights(engine, cfg.freeze_until) if cfg.freeze_until else None
+        student = EngineRunner(engine, vocab, balance, late)
     set_timeout(LOADING_TIMEOUT)  # of DeepSpeed's own groups too
     if not roles:
         load = load_teacher if student.computes_loss else load_silent

@@ -343,7 +343,8 @@ def isogloss():
         return
     print("usage: isogloss doctor, isogloss transfer; other commands are isogloss-distill, "
           "isogloss-cache, isogloss-export, isogloss-plan, isogloss-plot, isogloss-report, "
-          "isogloss-tasks", file=sys.stderr)
+          "isogloss-tasks",
+          file=sys.stderr)
     raise SystemExit(0 if "--help" in sys.argv or "-h" in sys.argv else 2)
 
 

@@ -60,7 +60,9 @@ FOREIGN = {
     "dataset_text_field": "--text_key", "dataset_num_proc": "--num_workers",
     "dataloader_num_workers": "--num_workers", "packing": "--pack",
     "gradient_checkpointing": "--activation_checkpointing", "attn_implementation": "--attention",
-    "use_peft": "--lora_r", "lora_rank": "--lora_r", "eval_steps": "--eval_every",
+    "use_peft": "--lora_r", **dict.fromkeys(("lora_rank", "model_lora_rank"), "--lora_r"),
+    **dict.fromkeys(("modules_to_save", "train_embeddings"), "--lora_embeddings"),
+    "eval_steps": "--eval_every",
     "save_steps": "--save_every", "save_total_limit": "--keep_checkpoints",
     "resume_from_checkpoint": "--resume", "deepspeed": "--ds_config",
     "report_to": "--wandb_project, or a monitor of the ds_config",
@@ -106,6 +108,15 @@ class ModelFlags:
     quantize: str = flag(
         "", "hold the frozen weights of lora_r in 4 bits (QLoRA): nf4, by bitsandbytes. Empty: as "
         "they are.", choices=("", "nf4"))
+    lora_embeddings: bool = flag(
+        False, "train the input embedding and the head whole beside the adapter of lora_r, and "
+        "export them with it.")
+    train_only: str = flag(
+        "", "embeddings: train the input embedding and the head alone, as of a student with new "
+        "tokens, see docs/transfer.md. Empty: all weights.", choices=("", "embeddings"))
+    freeze_until: int = flag(
+        0, "steps for which train_only holds, by the end of which the other weights begin to "
+        "learn. 0: the whole run.", low=0, high=10**12)
     router_weight: float = flag(
         -1.0, "of the loss that balances the experts of a mixture, as transformers defines it, "
         "over all tokens of a step. -1: what the student's config says, router_aux_loss_coef "
@@ -587,6 +598,7 @@ class Config(ModelFlags, DataFlags, LossFlags, OnPolicyFlags,
         check_date(self.chat_date)
         template_kwargs(self)
         self._check_values()
+        self._check_trained()
         self._check_loss()
         self._check_on_policy()
         sources_of(self)
@@ -642,6 +654,13 @@ class Config(ModelFlags, DataFlags, LossFlags, OnPolicyFlags,
     def has_routes(self):
         """Whether the data choose among teachers."""
         return any(source.chooses for source in sources_of(self))
+
+    def _check_trained(self):
+        adapts = self.freeze_until and self.lora_embeddings
+        if self.train_only and self.lora_r and not adapts:
+            raise ValueError(f"--train_only {self.train_only} with --lora_r {self.lora_r}: nothing "
+                             "would train the adapter; add --freeze_until and --lora_embeddings, "
+                             "or leave out one of them")
 
     def _check_loss(self):
         if self.kd_weight == self.ce_weight == 0:

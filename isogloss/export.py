@@ -179,8 +179,9 @@ def export_model(engine, encoder, cfg):
     student = engine.module.model
     adapter = adapters.adapter_of(student)
     if adapter and not cfg.merge:
-        weights = engine.module.collect_weights(adapters.is_adapter)
-        save = partial(adapters.write_adapter, adapter, weights)
+        names = set(adapters.names_in_file(student).values())
+        weights = engine.module.collect_weights(names.__contains__)
+        save = partial(adapters.write_adapter, student, weights)
     else:
         weights = engine.module.collect_weights()
         save = partial(_save_whole, student, weights, cfg.trust_remote_code)
@@ -308,8 +309,7 @@ def export_checkpoint(args):
     weights = weights_of_checkpoint(checkpoint)
     adapter = adapters.adapter_of(student)
     if adapter:  # checkpoints hold no frozen weights, so there is nothing here to merge it into
-        of_adapter = {name: weights[name] for name in weights if adapters.is_adapter(name)}
-        save = partial(adapters.write_adapter, adapter, of_adapter)
+        save = partial(adapters.write_adapter, student, weights)
     else:
         save = partial(_save_whole, student, weights, args.trust_remote_code)
     card = partial(write_card, folder=folder, step=step)

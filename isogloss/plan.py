@@ -187,6 +187,22 @@ def adapter_weights(shape, cfg):
     return total
 
 
+def ends_of(shape):
+    """Return how many weights embedding and head have."""
+    return shape.head * (1 if shape.tied else 2)
+
+
+def trained_weights(cfg, weights, adapter, shape):
+    """Return how many weights are trained, of some later than of others.
+
+    Args:
+        weights: of the student; adapter: those of its adapter, or 0.
+    """
+    if cfg.lora_r:
+        return adapter + (ends_of(shape) if cfg.lora_embeddings else 0)
+    return ends_of(shape) if cfg.train_only and not cfg.freeze_until else weights
+
+
 # --- what a rank needs ----------------------------------------------------------------------------
 
 
@@ -385,16 +401,16 @@ def _add_student(need, layout, shape):
     b = layout.bytes
     sharers = layout.sharers
     weights = shape.weights // cfg.pipeline_parallel
-    trained = adapter_weights(shape, cfg) if cfg.lora_r else weights
-    if cfg.lora_r:
-        weights += trained
+    adapter = adapter_weights(shape, cfg) if cfg.lora_r else 0
+    weights += adapter
+    trained = trained_weights(cfg, weights, adapter, shape)
     is_sharded = layout.stage >= 1
     optimizer = 8 * trained
     if is_sharded or b < 4:
         optimizer += 4 * trained
     need.stays["weights"] = b * weights
     if cfg.quantize:  # all but embedding, head and adapter
-        outer = shape.head * (1 if shape.tied else 2) + trained
+        outer = ends_of(shape) + adapter
         need.stays["weights"] = int(b * outer + BYTES * (weights - outer))
     if layout.stage == 3:
         need.stays["weights"] = b * weights // sharers
@@ -409,7 +425,7 @@ def _add_student(need, layout, shape):
         gradients = b * trained // sharers if layout.stage == 2 else 0
     need.backward["gradients"] = gradients
     need.backward["activations"] = activation_bytes(layout, shape)
-    head = 0 if cfg.lora_r else 4 * shape.head
+    head = 0 if cfg.lora_r and not cfg.lora_embeddings else 4 * shape.head
     need.backward["loss"] = (cfg.loss_memory_mib or MOST_AUTO_MIB) * 2**20 + head
     need.step = b * trained + 4 * trained * (2 if layout.on_gpu else 1)
     if is_sharded:

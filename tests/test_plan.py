@@ -104,6 +104,14 @@ def test_flags_change_what_they_are_for(cfg):
     adapted = need(lora_r=2, lora_targets="q_proj")
     assert adapted.stays["optimizer"] == 12 * 2 * 2 * (32 + 32) // 4
     assert adapted.backward["loss"] == plain.backward["loss"] - 4 * shape.head
+    ends = shape.head * (1 if shape.tied else 2)
+    both = need(lora_r=2, lora_targets="q_proj", lora_embeddings=True)
+    assert both.stays["optimizer"] - adapted.stays["optimizer"] == 12 * ends // 4
+    assert both.backward["loss"] == plain.backward["loss"]
+    alone = need(train_only="embeddings")
+    assert alone.stays["optimizer"] == 12 * ends // 4 < plain.stays["optimizer"]
+    later = need(train_only="embeddings", freeze_until=3)
+    assert later.stays["optimizer"] == plain.stays["optimizer"]
     outputs = f"outputs of {cfg.teacher}"
     positions = 2 * 80
     assert plain.backward[outputs] == 2 * 32 * positions

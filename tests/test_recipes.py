@@ -12,6 +12,7 @@ from deepspeed.runtime.lr_schedules import WarmupCosineLR
 
 import ranks
 from conftest import ROOT
+from isogloss.command import tool
 from isogloss.config import Config
 from isogloss.flags.parse import parse_flags
 from isogloss.student.ds_config import batch_sizes, read_ds_config
@@ -24,7 +25,7 @@ TINY = sorted((ROOT / "recipes" / "tiny").glob("*.yaml"))
 # The others are read alone here: jobs of these features run in other tests.  A pipeline comes last,
 # because DeepSpeed keeps its layout for all later engines of a process.
 RUN = ("adapter", "chats", "completions", "from_scratch", "mixture", "self", "sharded", "teachers",
-       "pipeline")
+       "transfer", "pipeline")
 README = (ROOT / "recipes" / "README.md").read_text()
 
 
@@ -99,9 +100,12 @@ def run_recipes(folder, names):
     return run_distill([[f"--config=recipes/tiny/{name}.yaml"] for name in names])
 
 
-def test_tiny_recipes_run(tmp_path):
+def test_tiny_recipes_run(tmp_path, monkeypatch):
     (tmp_path / "recipes").symlink_to(ROOT / "recipes")
     prepare.main(tmp_path / "runs" / "tiny")
+    monkeypatch.chdir(tmp_path)
+    line = re.search(r"isogloss transfer (.*)", Path("recipes/tiny/transfer.yaml").read_text())
+    tool("transfer", line[1].split())
     assert ranks.run(2, run_recipes, tmp_path, RUN) == [[0] * len(RUN)] * 2
     for name in RUN:
         lines = [line for line in losses_of(tmp_path / "runs/tiny" / name) if "loss" in line]

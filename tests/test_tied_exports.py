@@ -126,6 +126,17 @@ def test_an_adapter_answers_as_the_student_alone_and_merged(students, tmp_path):
     check_exports(cases, tmp_path)
 
 
+@pytest.mark.parametrize("kind", ["tied", "untied"])
+def test_an_adapter_with_both_ends_answers_as_the_student(students, tmp_path, kind):  # noqa: F811
+    """To plain peft, which gives each end a weight of its own, and merged to transformers."""
+    pytest.importorskip("peft")
+    flags = {"lora_r": 2, "lora_embeddings": True}
+    cases = {}
+    for stage, merge in ((3, False), (2, False), (3, True)):
+        cases[f"{stage} {merge}"] = students("llama", kind), stage, flags | {"merge": merge}
+    check_exports(cases, tmp_path)
+
+
 # --- whole runs -----------------------------------------------------------------------------------
 
 WRITES = ["--on_policy=0.5", "--rollout_tokens=9"]

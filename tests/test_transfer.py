@@ -10,10 +10,12 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
+import ranks
 from conftest import asset, write_model
 from isogloss import command
 from isogloss.align import TokenTable
 from isogloss.projection_tools.retokenize import common_direction
+from jobs import ds_config, losses_of, run_and_listen, write_corpus
 
 TEXTS = ["In 2010 the crème brûlée cost 12.50.", "def f(x):\n    return x ** 2\n", "日本語 ok"]
 
@@ -223,3 +225,66 @@ def test_a_head_with_an_offset_is_better_on_other_texts(tmp_path, capsys):
     is_known = np.array([table.special[i] or table.bytes_of(i) in known
                          for i in range(len(table))])
     assert not moved[torch.from_numpy(is_known)].any() and moved.float().mean() > 0.9
+
+
+# --- trained --------------------------------------------------------------------------------------
+
+CHATML = ("{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+          "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}")
+CHAT = [{"role": "user", "content": "Which keyword?"}, {"role": "assistant", "content": "return"}]
+
+
+def chat_model(models, folder, write=write_model):
+    """Write a model that ends its turns with a control token of its chats, as its files say.
+
+    Args:
+        write: function of its tokenizer, a seed and the folder.
+    """
+    tokenizer = AutoTokenizer.from_pretrained(models[0])
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<|im_start|>", "<|im_end|>"]})
+    tokenizer.chat_template = CHATML
+    write(tokenizer, 1, folder)
+    end = tokenizer.convert_tokens_to_ids("<|im_end|>")
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": end}))
+    return folder
+
+
+def taught(model, student, folder):
+    """Return the command line of a job in which a student learns CHAT: first its ends, then all."""
+    data = folder / "chats.jsonl"
+    data.write_text((json.dumps({"text": CHAT}) + "\n") * 4)
+    adam = {"type": "AdamW", "params": {"lr": 0.02, "torch_adam": True}}
+    config = ds_config(folder / "ds.json", 2, 2, 1, optimizer=adam)
+    return [f"--student={student}", f"--teacher={model}", f"--data={data}", "--max_length=100",
+            f"--ds_config={config}", "--num_workers=0", "--steps=24", "--kd_weight=0.02",
+            "--train_only=embeddings", "--freeze_until=8", f"--output_dir={folder / 'run'}",
+            f"--export={folder / 'trained'}"]
+
+
+def test_a_trained_transfer_writes_and_stops(models, tmp_path):
+    """With plain transformers, by nothing but its files, at the end of its turn."""
+    model = chat_model(models, tmp_path / "model")
+    student = transfer(model, models[1], tmp_path / "student")
+    codes, said = ranks.run(1, run_and_listen, taught(model, student, tmp_path))[0]
+    assert codes == [0], said
+    trained = AutoModelForCausalLM.from_pretrained(tmp_path / "trained")
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "trained")
+    prompt = tokenizer.apply_chat_template(CHAT[:1], add_generation_prompt=True,
+                                           return_tensors="pt", return_dict=True)
+    written = trained.generate(**prompt, do_sample=False, max_new_tokens=40)
+    written = written[0, prompt["input_ids"].shape[1] :]
+    assert tokenizer.decode(written) == "return<|im_end|>"
+
+
+def test_the_model_as_it_was_is_a_teacher_without_surprises(models, tmp_path):
+    """--ce_weight 0: what is learned is the teacher's alone, and no line warns of anything."""
+    student = transfer(models[1], models[0], tmp_path / "student")
+    corpus = write_corpus(tmp_path, TEXTS * 4, 12)
+    config = ds_config(tmp_path / "ds.json", 2, 2, 1)
+    words = [f"--student={student}", f"--teacher={models[1]}", f"--data={corpus}",
+             "--max_length=60", f"--ds_config={config}", "--steps=3", "--ce_weight=0",
+             f"--output_dir={tmp_path / 'run'}"]
+    codes, said = ranks.run(1, run_and_listen, words)[0]
+    assert codes == [0] and "arning" not in said, said
+    for line in losses_of(tmp_path / "run"):
+        assert line["loss"] == pytest.approx(line["kd"]) and line["kd"] > 0

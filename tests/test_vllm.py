@@ -26,6 +26,7 @@ from jobs import ds_config, losses_of, run_all, write_corpus
 from ranks import free_port
 from test_on_policy import records_of, written_by
 from test_real_model import HELD_OUT, TOOLS, asked, lesson
+from test_transfer import CHAT, chat_model, taught as lesson_of, transfer
 
 PYTHON = os.environ.get("ISOGLOSS_VLLM")
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(
@@ -99,6 +100,24 @@ def write_student(folder, tokenizer, is_tied):
     config = LlamaConfig(vocab_size=len(tokenizer) + 7, tie_word_embeddings=is_tied, **SHAPE)
     LlamaForCausalLM(config).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
+
+
+def test_a_transferred_student_writes_and_stops(models, tmp_path):
+    def write(tokenizer, _, folder):
+        write_student(folder, tokenizer, True)
+
+    model = chat_model(models, tmp_path / "model", write)
+    student = transfer(model, models[1], tmp_path / "student")
+    run_all(1, lesson_of(model, student, tmp_path))
+    trained = tmp_path / "trained"
+    body = {"model": str(trained), "messages": CHAT[:1], "max_tokens": 40, "temperature": 0}
+    with served(trained, tmp_path / "server.log", "--max-model-len=120") as address:
+        request = urllib.request.Request(f"{address}/v1/chat/completions",
+                                         json.dumps(body).encode(),
+                                         {"Content-Type": "application/json"})
+        with urllib.request.urlopen(request, timeout=600) as reply:
+            [choice] = json.load(reply)["choices"]
+    assert (choice["message"]["content"], choice["finish_reason"]) == ("return", "stop")
 
 
 def test_vllm_says_the_same_of_the_text_by_echo(tokenizers, tmp_path):

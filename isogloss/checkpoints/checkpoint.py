@@ -51,6 +51,7 @@ from isogloss.job.files import (
     write_atomically,
 )
 from isogloss.job.rendezvous import values_of_ranks
+from isogloss.models.adapters import is_adapter
 from isogloss.projection_tools.tokenizers import reason_of
 
 POSITION = "position.json"
@@ -104,7 +105,7 @@ def save_checkpoint(engine, folder, step, *, identity, layout, keep, state,
     dist.barrier()
     with write_errors_named(target):
         engine.save_checkpoint(str(folder), tag=scratch.name, save_latest=False,
-                               exclude_frozen_parameters=has_frozen_weights(engine))
+                               exclude_frozen_parameters=has_adapter(engine))
         torch.save(random_state(), scratch / f"random_{rank}.pt")
         save_more(scratch)
         dist.barrier()  # every rank has written its files
@@ -181,8 +182,13 @@ def _remove_half_written(folder):
         shutil.rmtree(incomplete, ignore_errors=True)
 
 
+def has_adapter(engine):
+    """Return whether an adapter is trained; the frozen weights are those of the student's files."""
+    return any(is_adapter(name) for name, _ in engine.module.named_parameters())
+
+
 def has_frozen_weights(engine):
-    """Return whether some weights are never trained: they are those of the student's files."""
+    """Return whether some weights are never trained; a checkpoint may lack them."""
     return not all(parameter.requires_grad for parameter in engine.module.parameters())
 
 

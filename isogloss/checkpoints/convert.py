@@ -75,8 +75,9 @@ def check_convertible(checkpoint, position, layout):
         position: dict of its position.json.
         layout: the layout of this run.
     Raises:
-        ValueError: another optimizer than Adam and AdamW, whose state would be lost; or DeepSpeed's
-            fused one with 16-bit weights at ZeRO stage 0, which keeps all parameters in one.
+        ValueError: another optimizer than Adam and AdamW, whose state would be lost; weights that
+            began later than others, whose counts of steps would be lost; or DeepSpeed's fused one
+            with 16-bit weights at ZeRO stage 0, which keeps all parameters in one.
     """
     stages = {position["layout"]["zero_stage"], layout["zero_stage"]}
     if stages == {0}:
@@ -89,6 +90,8 @@ def check_convertible(checkpoint, position, layout):
     if name.lower() not in ("adam", "adamw") or params.get("amsgrad"):
         reason = f"only the state of plain Adam and AdamW survives, this is {name}"
     is_16_bit = any(ds_config.get(kind, {}).get("enabled") for kind in ("bf16", "fp16"))
+    if position["run"].get("freeze_until"):
+        reason = "with --freeze_until weights have counts of steps of their own"
     if 0 in stages and is_16_bit and not params.get("torch_adam"):
         reason = 'at ZeRO stage 0 in 16 bits that takes "torch_adam": true from the start'
     if reason:

@@ -16,7 +16,9 @@ NEEDS = [
      "moves what --activation_checkpointing keeps; add --activation_checkpointing"),
     ("merge", ["export"], "says what --export writes; add --export"),
     *[(name, ["lora_r"], "is for the adapter of --lora_r, which is 0; add it, or leave this out")
-      for name in ("lora_alpha", "lora_targets", "merge", "quantize")],
+      for name in ("lora_alpha", "lora_targets", "lora_embeddings", "merge", "quantize")],
+    ("freeze_until", ["train_only"],
+     "says how long --train_only holds; add --train_only embeddings"),
 ]
 # (flag, one that does not go with it, why and what to do)
 EXCLUDES = [
@@ -32,6 +34,9 @@ EXCLUDES = [
     ("lora_r", "from_scratch", ", whose frozen weights would be random; leave out one of them"),
     ("lora_r", "pipeline_parallel",
      ", which cuts a model without adapters; use ZeRO-3, or leave out one of them"),
+    ("train_only", "from_scratch", ", whose frozen weights would be random; leave out one of them"),
+    ("train_only", "pipeline_parallel",
+     ", whose stages are trained alike; use ZeRO-3, or leave out one of them"),
     *[("quantize", name, ", which reads whole weights; leave out one of them")
       for name in ("writer", "rollout_command")],
     ("freeze_router", "router_weight", ", which trains it; leave out one of them"),

@@ -2,8 +2,10 @@
 
 An adapter replaces a linear layer's W by W + (alpha / r) B A, with A (r, in) and B (out, r); W
 stays as it is and B begins as 0.  peft puts such layers into the model itself, so that every other
-module goes on seeing the model's own class and forward pass.  peft is imported only where an
-adapter is asked for.
+module goes on seeing the model's own class and forward pass.  With --lora_embeddings the input
+embedding and the head are trained whole beside these layers.  They stay the modules that they are,
+and an adapter's file holds them as peft's `modules_to_save`, both of them where they are tied: peft
+gives each of the two a weight of its own.  peft is imported only where an adapter is asked for.
 
 Tests: tests/test_adapters.py.
 """
@@ -24,8 +26,9 @@ from isogloss.projection_tools.tokenizers import reading
 
 NAME = "default"  # peft's name of the one adapter that a model here has
 PREFIX = "base_model.model."  # of the names in an adapter's file
+ENDS = ("embedding", "head")  # in place of names that only the model knows
 # What an adapter may hold beside its pairs of matrices, none of which is merged or written here.
-PLAIN = dict(bias="none", use_dora=False, modules_to_save=None, trainable_token_indices=None,
+PLAIN = dict(bias="none", use_dora=False, trainable_token_indices=None,
              target_parameters=None, lora_bias=False, alora_invocation_tokens=None)
 
 
@@ -63,8 +66,11 @@ def student_adapter(cfg):
         return LoraConfig(
             r=cfg.lora_r, lora_alpha=cfg.lora_alpha or 2 * cfg.lora_r,
             target_modules=targets or "all-linear", task_type="CAUSAL_LM", revision=revision,
+            modules_to_save=ENDS if cfg.lora_embeddings else None,
             base_model_name_or_path=os.path.abspath(os.path.expanduser(base)) if is_local else base)
     config = read_adapter_config("student", cfg.student, name.adapter)
+    if cfg.lora_embeddings and not config.modules_to_save:
+        config.modules_to_save = ENDS
     if config.r != cfg.lora_r or cfg.lora_alpha not in (0, config.lora_alpha) or cfg.lora_targets:
         raise ValueError(
             f"--lora_r {cfg.lora_r}: --student {cfg.student} is an adapter with r {config.r} and "
@@ -113,12 +119,44 @@ def add_adapter(flag, model, config, seed=0):
     from peft import inject_adapter_in_model
 
     _check_targets(flag, model, config)
+    saved, config.modules_to_save = config.modules_to_save, None  # peft would copy them
     with reading(*flag.split(" ", 1), "a model with its adapter"), _without_warnings(), \
             torch.random.fork_rng():
         torch.manual_seed(seed)
         # the meta device has shapes alone
         is_meta = next(model.parameters()).device.type == "meta"
         inject_adapter_in_model(config, model, NAME, low_cpu_mem_usage=is_meta)
+    if saved:
+        _train_ends(flag, model, config, saved)
+
+
+def ends_of(model):
+    """Return {name: module} of a model's input embedding and head."""
+    ends = model.get_input_embeddings(), model.get_output_embeddings()
+    return {name: module for name, module in model.named_modules() if module in ends}
+
+
+def _train_ends(flag, model, config, saved):
+    """Train the embedding and the head, too, and name them in peft's config.
+
+    Args:
+        saved: names of modules, as an adapter's file has them, or ENDS.
+    Raises:
+        ValueError: these are others, or the head is a target of the adapter.
+    """
+    ends = ends_of(model)
+    names = [name.rpartition(".")[2] for name in ends]
+    if saved != ENDS and {name.rpartition(".")[2] for name in saved} != set(names):
+        raise ValueError(f"--{flag}: its adapter has modules_to_save {saved!r}, and {names!r} are "
+                         "all that is read beside pairs of matrices; merge it into its base model "
+                         "with peft first")
+    adapted = ends.keys() & layers_of(model).keys()
+    if adapted:
+        raise ValueError(f"--{flag}: {adapted.pop()} would be trained twice, by an adapter and "
+                         "whole; leave it out of --lora_targets, or leave out --lora_embeddings")
+    config.modules_to_save = names
+    for module in ends.values():
+        module.requires_grad_(True)
 
 
 def _check_targets(flag, model, config):
@@ -158,6 +196,9 @@ def load_adapter(flag, name, model, folder, config=None):
     is_meta = next(model.parameters()).device.type == "meta"
     with reading(flag, name, "the weights of its adapter"), _without_warnings():
         weights = load_peft_weights(folder, device="cpu")
+    if config.modules_to_save:
+        _load_ends(flag, name, model, weights)
+    with reading(flag, name, "the weights of its adapter"), _without_warnings():
         result = set_peft_model_state_dict(
             model, weights, adapter_name=NAME, low_cpu_mem_usage=is_meta)
     missing = [key for key in result.missing_keys if is_adapter(key)]
@@ -166,6 +207,38 @@ def load_adapter(flag, name, model, folder, config=None):
         problem = "lack" if missing else "have in excess"
         raise ValueError(f"--{flag} {name}: the weights of its adapter {problem} {name_of_one}, so "
                          "they belong to another model; use the files of one adapter")
+
+
+@torch.no_grad()
+def _load_ends(flag, name, model, weights):
+    """Move the embedding and the head of an adapter from its weights into a model.
+
+    Raises:
+        ValueError: some of them are not there; or they differ where the model has one for both.
+    """
+    first = {}
+    for key, parameter in end_parameters(model):
+        weight = weights.pop(PREFIX + key, None)
+        if weight is None or weight.shape != getattr(parameter, "ds_shape", parameter.shape):
+            raise ValueError(f"--{flag} {name}: the weights of its adapter lack {key} as this "
+                             "model has it; use the files of one adapter, and its base model")
+        if not torch.equal(first.setdefault(id(parameter), weight), weight):
+            raise ValueError(f"--{flag} {name}: the weights of its adapter have another head than "
+                             "embedding, which the model ties; merge it into its base model with "
+                             "peft first")
+        partitioned = [parameter] if hasattr(parameter, "ds_id") else []
+        with deepspeed.zero.GatheredParameters(partitioned, modifier_rank=0):
+            if parameter.device.type != "meta" and parameter.numel():
+                parameter.copy_(weight)
+
+
+def end_parameters(model):
+    """List (name, parameter) of a model's embedding and head; a tied one has two names."""
+    pairs = []
+    for module_name, module in ends_of(model).items():
+        for name, parameter in module.named_parameters():
+            pairs.append((f"{module_name}.{name}", parameter))
+    return pairs
 
 
 def is_adapter(name):
@@ -244,17 +317,28 @@ def merged_weight(layer, weight, down_RI, up_OR):
     return (weight.float() + _product(layer, down_RI, up_OR)).to(weight.dtype)
 
 
-def write_adapter(config, weights, folder):
-    """Write an adapter to a new directory, in the files of peft.
+def names_in_file(model):
+    """Return {name: that of its parameter} of all weights in the file of a model's adapter."""
+    names = {name: name for name, _ in model.named_parameters() if is_adapter(name)}
+    if adapter_of(model).modules_to_save:
+        first = {id(parameter): name for name, parameter in model.named_parameters()}
+        names |= {name: first[id(parameter)] for name, parameter in end_parameters(model)}
+    return names
+
+
+def write_adapter(model, weights, folder):
+    """Write a model's adapter to a new directory, in the files of peft.
 
     Args:
-        config: of peft; weights: {name: whole tensor} of the adapter.
+        model: its own tensors are not read; weights: {name: whole tensor} of `names_in_file`.
     """
     from safetensors.torch import save_file
 
+    config = adapter_of(model)
     tensors = {}
-    for name, tensor in weights.items():
-        tensors[PREFIX + name.replace(f".{NAME}.", ".")] = tensor.contiguous()
+    for name, parameter_name in names_in_file(model).items():
+        # a copy: safetensors writes no weight under two names
+        tensors[PREFIX + name.replace(f".{NAME}.", ".")] = weights[parameter_name].clone()
     os.makedirs(folder)
     save_file(tensors, os.path.join(folder, "adapter_model.safetensors"), metadata={"format": "pt"})
     config = copy.deepcopy(config)
@@ -262,16 +346,15 @@ def write_adapter(config, weights, folder):
     config.save_pretrained(folder)
 
 
-def describe_adapter(model):
+def describe_trained(model):
     """Return a line that says how many of a model's weights are trained; "": all."""
     config = adapter_of(model)
-    if config is None:
-        return ""
     total = 0
     trained = 0
     for parameter in model.parameters():
         numel = getattr(parameter, "ds_numel", num_weights(parameter))
         total += numel
         trained += numel if parameter.requires_grad else 0
-    return (f"adapter of r {config.r}, alpha {config.lora_alpha:g}: trains {trained:,} of "
-            f"{total:,} weights ({trained / total:.2%})")
+    name = f"adapter of r {config.r}, alpha {config.lora_alpha:g}: " if config else ""
+    line = f"{name}trains {trained:,} of {total:,} weights ({trained / total:.2%})"
+    return line if trained < total else ""

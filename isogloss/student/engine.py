@@ -17,7 +17,7 @@ from transformers.integrations.deepspeed import (
 )
 
 from isogloss.models.activations import offload_activations, tile_mlps
-from isogloss.models.adapters import adapter_of, add_adapter, describe_adapter, student_adapter
+from isogloss.models.adapters import adapter_of, add_adapter, describe_trained, student_adapter
 from isogloss.models.pretrained import attention_options, load_model, random_model
 from isogloss.models.quantized import keep_as_loaded, num_weights, plain, quantization_options
 from isogloss.student.ds_engine import start_deepspeed
@@ -26,6 +26,7 @@ from isogloss.student.finite import (
     let_overflow_skip_steps,
     spoil_gradient_unless_finite,
 )
+from isogloss.student.freezing import require_gradients, waiting_groups, waiting_weights
 from isogloss.student.router import freeze_routers
 from isogloss.tiles import HiddenLogits, StoredLogits, head_of
 
@@ -197,18 +198,21 @@ class EngineRunner:
 
     Attributes:
         balance: RouterBalance of its experts, or None.
+        late: LateWeights, or None.
     """
 
     computes_loss = True
     batches_at_once = 1
     loss_group = None
 
-    def __init__(self, engine, vocab, balance=None):
+    def __init__(self, engine, vocab, balance=None, late=None):
         self.engine = engine
         self.vocab = vocab
         self.balance = balance
+        self.late = late
         self.averaged_ranks = dist.get_world_size()
-        self.description = describe_adapter(engine.module.model)
+        lines = describe_trained(engine.module.model), late and late.description
+        self.description = "; ".join(filter(None, lines))
         self.num_parameters = 0
         self.num_weights = 0
         for parameter in engine.module.parameters():
@@ -218,6 +222,10 @@ class EngineRunner:
             self.num_parameters += numel if parameter.requires_grad else numel * 2 / 3
 
     def train(self, micro_batches, terms):
+        with self.late.held() if self.late else nullcontext():
+            return self._train(micro_batches, terms)
+
+    def _train(self, micro_batches, terms):
         engine = self.engine
         total = 0
         if self.balance:
@@ -309,6 +317,8 @@ def load_student(cfg, ds_config, attention="auto"):
         add_adapter(f"lora_r {cfg.lora_r}", model, adapter, cfg.seed)
     if cfg.freeze_router:
         freeze_routers(model)
+    if cfg.train_only and not cfg.freeze_until:
+        require_gradients(waiting_weights(model), False)
     model.config.use_cache = False
     model.train()  # from_pretrained leaves it in evaluation mode, without dropout
     if cfg.activation_checkpointing:
@@ -350,14 +360,15 @@ def _random_student(cfg, **options):
     return model
 
 
-def start_engine(module, ds_config, path, projection_learning_rate=0.0):
+def start_engine(module, ds_config, path, projection_learning_rate=0.0, freeze_until=0):
     """Wrap a StudentWithLoss in a DeepSpeed engine.
 
     Args:
         path: of the ds_config, for errors.
         projection_learning_rate: of a learned projection; 0: the student's.
+        freeze_until: steps for which all weights but embedding and head are to wait.
     """
-    groups = optimizer_groups(module, projection_learning_rate)
+    groups = optimizer_groups(module, projection_learning_rate, freeze_until)
     engine = start_deepspeed(path, model=module, model_parameters=groups, config=ds_config)
     let_overflow_skip_steps(engine)
     if engine.zero_optimization_stage() == 3:
@@ -403,22 +414,32 @@ def attach_projection(module, teachers, device):
             setup.loss.learned_projection.attach(module, device)
 
 
-def optimizer_groups(module, projection_learning_rate=0.0):
+def optimizer_groups(module, projection_learning_rate=0.0, freeze_until=0):
     """Return the parameter groups of the optimizer; checkpoints rely on their order.
 
     Weight decay spares vectors (norms and biases), as is the custom, and a learned projection.
+    With freeze_until groups of weights that wait follow, see `freezing`.
     """
-    matrices = []
-    vectors = []
-    for parameter in module.model.parameters():
-        if parameter.requires_grad:
-            shape = getattr(parameter, "ds_shape", parameter.shape)  # ZeRO-3 leaves shape (0,)
-            (matrices if len(shape) > 1 else vectors).append(parameter)
+    late = waiting_weights(module.model) if freeze_until else []
+    ids = set(map(id, late))
+    others = [parameter for parameter in module.model.parameters()
+              if parameter.requires_grad and id(parameter) not in ids]
     projection = {"params": module.loss_parameters(), "weight_decay": 0.0}
     if projection_learning_rate:
         projection["lr"] = projection_learning_rate
-    groups = [projection, {"params": matrices}, {"params": vectors, "weight_decay": 0.0}]
+    groups = [projection, *groups_by_decay(others)]
+    groups += waiting_groups(*groups_by_decay(late))
     return [group for group in groups if group["params"]]
+
+
+def groups_by_decay(parameters):
+    """Return the groups of matrices and of vectors, which weight decay spares."""
+    matrices = []
+    vectors = []
+    for parameter in parameters:
+        shape = getattr(parameter, "ds_shape", parameter.shape)  # ZeRO-3 leaves shape (0,)
+        (matrices if len(shape) > 1 else vectors).append(parameter)
+    return {"params": matrices}, {"params": vectors, "weight_decay": 0.0}
 
 
 def follow_schedule(engine):
