@@ -1,6 +1,8 @@
 """How good a draft of its teacher a student is: from the definition, and as transformers counts."""
 
+import re
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -8,7 +10,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.generation import candidate_generator, utils as generation
 
 import ranks
-from conftest import SHAPE
+from conftest import ROOT, SHAPE
 from isogloss import demo, once_in_a_while
 from isogloss.align import TokenTable
 from isogloss.evaluation.speculation import DRAFTED, Speculation
@@ -185,6 +187,18 @@ def counted(folders, rows, monkeypatch):
             tried += 1
     assert len(matches) == tried
     return sum(matches), tried
+
+
+def test_the_page_writes_with_a_draft(byte_level, tmp_path, monkeypatch, capsys):
+    """The code of docs/drafts.md as it stands."""
+    monkeypatch.chdir(tmp_path)
+    for place, folder in zip(("runs/draft/student", "T"), byte_level):
+        Path(place).parent.mkdir(parents=True, exist_ok=True)
+        Path(place).symlink_to(folder)
+    page = (ROOT / "docs" / "drafts.md").read_text()
+    [code] = re.findall(r"^```python\n(.*?)^```", page, re.M | re.S)
+    exec(code, {})
+    assert capsys.readouterr().out.startswith("The")
 
 
 @pytest.mark.slow

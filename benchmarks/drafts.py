@@ -1,0 +1,232 @@
+"""Compare losses by what they are worth to a draft: the share of its tokens that a target accepts.
+
+    python benchmarks/drafts.py ASSETS TARGET [--steps 30] [--seeds 1] [--arms ...]
+    python benchmarks/drafts.py ASSETS TARGET --speed STUDENT
+
+ASSETS has models/tinytalk_neo_3M, which becomes a draft of TARGET, the directory of a model with
+another tokenizer, and text/tinystories_1000.json.  An arm is LOSS:CE_WEIGHT:DATA; `text` is the
+text alone.  DATA is `stories`, or `written`, what TARGET writes behind the first tokens of these.
+Every student is judged by --eval_draft on held-out rows of both:
+
+acceptance  eval/draft_acceptance, expected share of drafted tokens that TARGET accepts
+bits        bits per byte of the student
+
+The second command lets TARGET write with the draft STUDENT in transformers and without, and counts
+what is accepted.  Runs are kept in runs/drafts; complete ones are not repeated.  Figures of record
+are in docs/LOG.md.
+"""
+
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers.generation import candidate_generator, utils as generation
+
+from isogloss.flags.parse import flag, tool
+
+RUNS = ROOT / "runs" / "drafts"
+HELD_OUT = 64
+PROMPT, LENGTH = 12, 64  # tokens of a row
+PROMPTS, WRITTEN, DRAFTED = 24, 128, 5  # of what is written with a draft
+BATCH = 16
+ARMS = ("text:1:stories,piece_kl:0:stories,total_variation:0:stories,reverse_kl:0:stories,"
+        "generalized_jsd:0:stories,text:1:written,total_variation:0:written")
+DS_CONFIG = {
+    "train_batch_size": BATCH, "train_micro_batch_size_per_gpu": BATCH, "gradient_clipping": 1.0,
+    "optimizer": {"type": "AdamW", "params": {"lr": "auto", "torch_adam": True}},
+    "scheduler": {"type": "WarmupCosineLR",
+                  "params": {"total_num_steps": "auto", "warmup_num_steps": 10}},
+    "zero_optimization": {"stage": 0}}
+
+
+@dataclass(kw_only=True)
+class Args:
+    """Compare losses by the share of a draft's tokens that a target accepts."""
+
+    assets: str = flag("", "folder with models/ and text/.")
+    target: str = flag("", "directory of the target.")
+    arms: str = flag(ARMS, "LOSS:CE_WEIGHT:DATA, with commas.")
+    steps: int = flag(30, "optimizer steps.", low=1)
+    seeds: int = flag(1, "runs of each arm.", low=1)
+    learning_rate: float = flag(5e-4, "of AdamW, falling to 0.", low=1e-9)
+    speed: str = flag("", "directory of a draft: tokens a second with it and without.")
+
+
+def stories(args):
+    return json.loads((Path(args.assets) / "text" / "tinystories_1000.json").read_text())
+
+
+def prepare(args):
+    """Write the rows of all four files, unless they are there."""
+    RUNS.mkdir(parents=True, exist_ok=True)
+    (RUNS / "ds.json").write_text(json.dumps(DS_CONFIG))
+    save_rows(RUNS / "all.jsonl", stories(args))
+    if not (RUNS / "target.jsonl").exists():
+        run("examples/write_texts.py", args.target, RUNS / "all.jsonl", RUNS / "target.jsonl",
+            f"--prompt_tokens={PROMPT}", f"--new_tokens={LENGTH - PROMPT}")
+    for name, file in (("stories", "all"), ("written", "target")):
+        lines = (RUNS / f"{file}.jsonl").read_text().splitlines(keepends=True)
+        (RUNS / f"held_{name}.jsonl").write_text("".join(lines[:HELD_OUT]))
+        (RUNS / f"{name}.jsonl").write_text("".join(lines[HELD_OUT:]))
+
+
+def save_rows(path, texts):
+    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+
+
+def run(*words):
+    """Run a program of the checkout; return the seconds of a processor that it took."""
+    environment = dict(os.environ, OMP_NUM_THREADS="1", HF_HUB_OFFLINE="1", PYTHONPATH=str(ROOT))
+    before = os.times()
+    subprocess.run([sys.executable, *map(str, words)], cwd=ROOT, env=environment, check=True,
+                   stderr=subprocess.DEVNULL)
+    return sum(os.times()[2:4]) - sum(before[2:4])
+
+
+def distill(output, *flags):
+    """Run distill.py; return the seconds of a processor that it took."""
+    return run("distill.py", f"--output_dir={output}", f"--ds_config={RUNS / 'ds.json'}",
+               f"--max_length={LENGTH}", "--num_workers=0", "--resume=never",
+               "--teacher_dtype=bfloat16", *flags)
+
+
+def trained(args, arm, seed):
+    """Return the directory of an arm's student."""
+    loss, ce_weight, data = arm.split(":")
+    output = RUNS / f"{loss}_{ce_weight}_{data}_{args.steps}_{args.learning_rate:g}_{seed}"
+    if not (output / "student" / "config.json").exists():
+        teach = [f"--teacher={args.target}", f"--loss={loss}"]
+        if loss == "text":
+            teach = ["--kd_weight=0"]
+        seconds = distill(
+            output, f"--student={Path(args.assets) / 'models' / 'tinytalk_neo_3M'}", *teach,
+            f"--ce_weight={ce_weight}", f"--data={RUNS / f'{data}.jsonl'}", f"--seed={seed}",
+            f"--steps={args.steps}", f"--learning_rate={args.learning_rate}",
+            f"--export={output / 'student'}")
+        (output / "seconds.json").write_text(json.dumps(seconds))
+    return output / "student"
+
+
+def judged(args, student, name):
+    """Return the metrics of a student before a step that is not looked at."""
+    output = RUNS / f"judge_{name}"
+    if not (output / "metrics.jsonl").exists():
+        sources = []
+        for data in ("stories", "written"):
+            sources.append({"data": str(RUNS / f"{data}.jsonl"), "name": data,
+                            "eval_data": str(RUNS / f"held_{data}.jsonl")})
+        distill(output, f"--student={student}", f"--teacher={args.target}", "--steps=1",
+                f"--data={json.dumps(sources)}", "--eval_draft", "--learning_rate=1e-9")
+    return json.loads((output / "metrics.jsonl").read_text().splitlines()[0])
+
+
+def row(name, judgments, seconds=""):
+    cells = [name]
+    for key in ("stories/draft_acceptance", "written/draft_acceptance", "written/draft_length",
+                "stories/student_bits_per_byte", "written/student_bits_per_byte"):
+        values = [judgment[f"eval/{key}"] for judgment in judgments]
+        spread = f" ± {statistics.stdev(values):.3f}" if len(values) > 1 else ""
+        cells.append(f"{statistics.mean(values):.3f}{spread}")
+    print("| " + " | ".join([*cells, seconds]) + " |", flush=True)
+
+
+def compare(args):
+    """Print a line for each arm: means and standard deviations over the seeds."""
+    prepare(args)
+    print("| arm | acceptance, stories | acceptance, written | length, written | bits, stories | "
+          "bits, written | processor s |")
+    print("| --- | --- | --- | --- | --- | --- | --- |")
+    start = Path(args.assets) / "models" / "tinytalk_neo_3M"
+    row("before", [judged(args, start, "before")])
+    for arm in args.arms.split(","):
+        folders = [trained(args, arm, seed) for seed in range(args.seeds)]
+        judgments = [judged(args, folder, folder.parent.name) for folder in folders]
+        seconds = json.loads((folders[0].parent / "seconds.json").read_text())
+        row(arm, judgments, f"{seconds:.0f}")
+
+
+# --- in transformers ------------------------------------------------------------------------------
+
+
+def loaded(folder):
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    return model.eval(), AutoTokenizer.from_pretrained(folder)
+
+
+def write_with(target, prompts, draft=None, cuts_head=False):
+    """Let the target write; print tokens a second, and what it accepts; return the texts."""
+    model, tokenizer = target
+    counts = []
+    sample = generation._speculative_sampling
+
+    def counting(candidates, logits, length, *more, **named):
+        written, matches = sample(candidates, logits, length, *more, **named)
+        counts.append((int(matches), int(length)))
+        return written, matches
+
+    flags = dict(do_sample=True, top_k=0, max_new_tokens=WRITTEN)
+    if draft:
+        flags |= dict(assistant_model=draft[0], tokenizer=tokenizer, assistant_tokenizer=draft[1])
+        draft[0].generation_config.update(
+            num_assistant_tokens=DRAFTED, assistant_confidence_threshold=0.0,
+            num_assistant_tokens_schedule="constant")
+        if not cuts_head:  # see docs/drafts.md
+            candidate_generator.AssistantVocabTranslatorCache.get_translator(
+                tokenizer, draft[1], model.config.vocab_size, assistant_prune_lm_head=False)
+    generation._speculative_sampling = counting
+    torch.manual_seed(0)
+    begin = time.process_time()
+    texts = []
+    num_tokens = 0
+    for ids in prompts:
+        out = model.generate(torch.tensor([ids]), **flags)
+        num_tokens += out.shape[1] - len(ids)
+        texts.append(tokenizer.decode(out[0], skip_special_tokens=True))
+    seconds = time.process_time() - begin
+    generation._speculative_sampling = sample
+    print(f"{num_tokens} tokens, {num_tokens / seconds:.1f} a second", end="")
+    if draft:
+        accepted = sum(matches for matches, _ in counts)
+        tried = sum(min(matches + 1, length) for matches, length in counts)
+        print(f"; accepted {accepted} of {tried} that were tried, {accepted / tried:.3f}; "
+              f"{num_tokens / len(counts):.2f} a pass, head cut: {cuts_head}", end="")
+    print(flush=True)
+    return texts
+
+
+def speed(args):
+    """Print what a target writes with a draft and without, and the job's metric of these texts."""
+    prepare(args)
+    target = loaded(args.target)
+    bos = target[1].bos_token_id
+    prompts = [[bos, *target[1](text)["input_ids"][:PROMPT]] for text in stories(args)[:PROMPTS]]
+    write_with(target, prompts)
+    texts = write_with(target, prompts, loaded(args.speed))
+    write_with(target, prompts, loaded(args.speed), cuts_head=True)
+    save_rows(RUNS / "spoken.jsonl", texts)
+    output = RUNS / f"speed_{time.time():.0f}"
+    distill(output, f"--student={args.speed}", f"--teacher={args.target}", "--steps=1",
+            f"--data={RUNS / 'stories.jsonl'}", f"--eval_data={RUNS / 'spoken.jsonl'}",
+            "--eval_draft", "--learning_rate=1e-9", "--max_length=200")
+    metrics = json.loads((output / "metrics.jsonl").read_text().splitlines()[0])
+    print(f"expected of these texts: {metrics['eval/draft_acceptance']:.3f}, "
+          f"{metrics['eval/draft_length']:.2f} a pass")
+
+
+def main(args):
+    torch.set_num_threads(1)
+    (speed if args.speed else compare)(args)
+
+
+if __name__ == "__main__":
+    tool(Args, main, positional=("assets", "target"))
