@@ -1,6 +1,6 @@
 """Compare losses by what they are worth to a draft: the share of its tokens that a target accepts.
 
-    python benchmarks/drafts.py ASSETS TARGET [--steps 30] [--seeds 1] [--arms ...]
+    python benchmarks/drafts.py ASSETS TARGET [--steps 30] [--seed 0] [--arms ...]
     python benchmarks/drafts.py ASSETS TARGET --speed STUDENT
 
 ASSETS has models/tinytalk_neo_3M, which becomes a draft of TARGET, the directory of a model with
@@ -18,7 +18,6 @@ are in docs/LOG.md.
 
 import json
 import os
-import statistics
 import subprocess
 import sys
 import time
@@ -34,13 +33,19 @@ from transformers.generation import candidate_generator, utils as generation
 
 from isogloss.flags.parse import flag, tool
 
+DRAFT = "tinytalk_neo_3M"
 RUNS = ROOT / "runs" / "drafts"
 HELD_OUT = 64
 PROMPT, LENGTH = 12, 64  # tokens of a row
-PROMPTS, WRITTEN, DRAFTED = 24, 128, 5  # of what is written with a draft
+PROMPTS, WRITTEN, DRAFTED = 24, 64, 5  # of what is written with a draft
 BATCH = 16
 ARMS = ("text:1:stories,piece_kl:0:stories,total_variation:0:stories,reverse_kl:0:stories,"
         "generalized_jsd:0:stories,text:1:written,total_variation:0:written")
+COLUMNS = {
+    "acceptance, stories": "stories/draft_acceptance",
+    "acceptance, written": "written/draft_acceptance", "length, written": "written/draft_length",
+    "bits, stories": "stories/student_bits_per_byte",
+    "bits, written": "written/student_bits_per_byte"}
 DS_CONFIG = {
     "train_batch_size": BATCH, "train_micro_batch_size_per_gpu": BATCH, "gradient_clipping": 1.0,
     "optimizer": {"type": "AdamW", "params": {"lr": "auto", "torch_adam": True}},
@@ -57,7 +62,7 @@ class Args:
     target: str = flag("", "directory of the target.")
     arms: str = flag(ARMS, "LOSS:CE_WEIGHT:DATA, with commas.")
     steps: int = flag(30, "optimizer steps.", low=1)
-    seeds: int = flag(1, "runs of each arm.", low=1)
+    seed: int = flag(0, "of the order of the rows.", low=0)
     learning_rate: float = flag(5e-4, "of AdamW, falling to 0.", low=1e-9)
     speed: str = flag("", "directory of a draft: tokens a second with it and without.")
 
@@ -100,17 +105,17 @@ def distill(output, *flags):
                "--teacher_dtype=bfloat16", *flags)
 
 
-def trained(args, arm, seed):
+def trained(args, arm):
     """Return the directory of an arm's student."""
     loss, ce_weight, data = arm.split(":")
-    output = RUNS / f"{loss}_{ce_weight}_{data}_{args.steps}_{args.learning_rate:g}_{seed}"
+    output = RUNS / f"{loss}_{ce_weight}_{data}_{args.steps}_{args.learning_rate:g}_{args.seed}"
     if not (output / "student" / "config.json").exists():
         teach = [f"--teacher={args.target}", f"--loss={loss}"]
         if loss == "text":
             teach = ["--kd_weight=0"]
         seconds = distill(
-            output, f"--student={Path(args.assets) / 'models' / 'tinytalk_neo_3M'}", *teach,
-            f"--ce_weight={ce_weight}", f"--data={RUNS / f'{data}.jsonl'}", f"--seed={seed}",
+            output, f"--student={Path(args.assets) / 'models' / DRAFT}", *teach,
+            f"--ce_weight={ce_weight}", f"--data={RUNS / f'{data}.jsonl'}", f"--seed={args.seed}",
             f"--steps={args.steps}", f"--learning_rate={args.learning_rate}",
             f"--export={output / 'student'}")
         (output / "seconds.json").write_text(json.dumps(seconds))
@@ -130,29 +135,18 @@ def judged(args, student, name):
     return json.loads((output / "metrics.jsonl").read_text().splitlines()[0])
 
 
-def row(name, judgments, seconds=""):
-    cells = [name]
-    for key in ("stories/draft_acceptance", "written/draft_acceptance", "written/draft_length",
-                "stories/student_bits_per_byte", "written/student_bits_per_byte"):
-        values = [judgment[f"eval/{key}"] for judgment in judgments]
-        spread = f" ± {statistics.stdev(values):.3f}" if len(values) > 1 else ""
-        cells.append(f"{statistics.mean(values):.3f}{spread}")
-    print("| " + " | ".join([*cells, seconds]) + " |", flush=True)
-
-
 def compare(args):
-    """Print a line for each arm: means and standard deviations over the seeds."""
+    """Print a line for each arm."""
     prepare(args)
-    print("| arm | acceptance, stories | acceptance, written | length, written | bits, stories | "
-          "bits, written | processor s |")
-    print("| --- | --- | --- | --- | --- | --- | --- |")
-    start = Path(args.assets) / "models" / "tinytalk_neo_3M"
-    row("before", [judged(args, start, "before")])
-    for arm in args.arms.split(","):
-        folders = [trained(args, arm, seed) for seed in range(args.seeds)]
-        judgments = [judged(args, folder, folder.parent.name) for folder in folders]
-        seconds = json.loads((folders[0].parent / "seconds.json").read_text())
-        row(arm, judgments, f"{seconds:.0f}")
+    print("| arm | " + " | ".join(COLUMNS) + " | processor s |\n" + "| --- " * 7 + "|")
+    start = Path(args.assets) / "models" / DRAFT
+    for arm in ("before", *args.arms.split(",")):
+        folder = start if arm == "before" else trained(args, arm)
+        metrics = judged(args, folder, arm if arm == "before" else folder.parent.name)
+        cells = [f"{metrics[f'eval/{key}']:.3f}" for key in COLUMNS.values()]
+        file = folder.parent / "seconds.json"
+        cells.append(f"{json.loads(file.read_text()):.0f}" if file.exists() else "")
+        print(f"| {arm} | " + " | ".join(cells) + " |", flush=True)
 
 
 # --- in transformers ------------------------------------------------------------------------------

@@ -90,5 +90,5 @@ def _ids_by_spelling(table):
     ids = {}
     for token, spelled in enumerate(all_bytes(table)):
         if spelled:
-            ids[spelled] = token
+            ids[bool(table.special[token]), spelled] = token
     return ids
