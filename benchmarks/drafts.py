@@ -28,18 +28,25 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 import torch
+import torch.distributed as dist
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.generation import candidate_generator, utils as generation
 
+from isogloss.build import build_state
+from isogloss.config import Config
+from isogloss.distill import cli
 from isogloss.flags.parse import flag, tool
+from isogloss.inputs import check_inputs, load_batches
+from isogloss.job.launch import start_distributed
+from isogloss.once_in_a_while import run_evaluation
 
 DRAFT = "tinytalk_neo_3M"
 RUNS = ROOT / "runs" / "drafts"
 HELD_OUT = 64
-PROMPT, LENGTH = 12, 64  # tokens of a row
+PROMPT, LENGTH, SPOKEN = 12, 64, 100  # tokens of a row, and at most of one to judge
 PROMPTS, WRITTEN, DRAFTED = 24, 64, 5  # of what is written with a draft
 BATCH = 16
-ARMS = ("text:1:stories,piece_kl:0:stories,total_variation:0:stories,reverse_kl:0:stories,"
+ARMS = ("text:1:stories,total_variation:0:stories,piece_kl:0:stories,reverse_kl:0:stories,"
         "generalized_jsd:0:stories,text:1:written,total_variation:0:written")
 COLUMNS = {
     "acceptance, stories": "stories/draft_acceptance",
@@ -77,8 +84,10 @@ def prepare(args):
     (RUNS / "ds.json").write_text(json.dumps(DS_CONFIG))
     save_rows(RUNS / "all.jsonl", stories(args))
     if not (RUNS / "target.jsonl").exists():
-        run("examples/write_texts.py", args.target, RUNS / "all.jsonl", RUNS / "target.jsonl",
-            f"--prompt_tokens={PROMPT}", f"--new_tokens={LENGTH - PROMPT}")
+        words = ["examples/write_texts.py", args.target, RUNS / "all.jsonl", RUNS / "target.jsonl",
+                 f"--prompt_tokens={PROMPT}", f"--new_tokens={LENGTH - PROMPT}"]
+        subprocess.run([sys.executable, *map(str, words)], cwd=ROOT, check=True,
+                       env=dict(os.environ, PYTHONPATH=str(ROOT)))
     for name, file in (("stories", "all"), ("written", "target")):
         lines = (RUNS / f"{file}.jsonl").read_text().splitlines(keepends=True)
         (RUNS / f"held_{name}.jsonl").write_text("".join(lines[:HELD_OUT]))
@@ -89,20 +98,12 @@ def save_rows(path, texts):
     path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
 
 
-def run(*words):
-    """Run a program of the checkout; return the seconds of a processor that it took."""
-    environment = dict(os.environ, OMP_NUM_THREADS="1", HF_HUB_OFFLINE="1", PYTHONPATH=str(ROOT))
-    before = os.times()
-    subprocess.run([sys.executable, *map(str, words)], cwd=ROOT, env=environment, check=True,
-                   stderr=subprocess.DEVNULL)
-    return sum(os.times()[2:4]) - sum(before[2:4])
-
-
 def distill(output, *flags):
-    """Run distill.py; return the seconds of a processor that it took."""
-    return run("distill.py", f"--output_dir={output}", f"--ds_config={RUNS / 'ds.json'}",
-               f"--max_length={LENGTH}", "--num_workers=0", "--resume=never",
-               "--teacher_dtype=bfloat16", *flags)
+    """Run a job in this process; return the seconds of a processor that it took."""
+    begin = time.process_time()
+    cli([f"--output_dir={output}", f"--ds_config={RUNS / 'ds.json'}", f"--max_length={LENGTH}",
+         "--num_workers=0", "--resume=never", "--teacher_dtype=bfloat16", *flags])
+    return time.process_time() - begin
 
 
 def trained(args, arm):
@@ -122,17 +123,24 @@ def trained(args, arm):
     return output / "student"
 
 
-def judged(args, student, name):
-    """Return the metrics of a student before a step that is not looked at."""
-    output = RUNS / f"judge_{name}"
-    if not (output / "metrics.jsonl").exists():
+def judged(args, student, name, data, max_length=LENGTH):
+    """Return the held-out metrics of a student on rows of RUNS, by the job's own evaluation."""
+    file = RUNS / f"judged_{name}.json"
+    if not file.exists():
         sources = []
-        for data in ("stories", "written"):
-            sources.append({"data": str(RUNS / f"{data}.jsonl"), "name": data,
-                            "eval_data": str(RUNS / f"held_{data}.jsonl")})
-        distill(output, f"--student={student}", f"--teacher={args.target}", "--steps=1",
-                f"--data={json.dumps(sources)}", "--eval_draft", "--learning_rate=1e-9")
-    return json.loads((output / "metrics.jsonl").read_text().splitlines()[0])
+        for each in data:
+            sources.append({"data": str(RUNS / "all.jsonl"), "name": each,
+                            "eval_data": str(RUNS / f"held_{each}.jsonl")})
+        cfg = Config(student=str(student), teacher=args.target, data=json.dumps(sources),
+                     eval_draft=True, loss="alm", teacher_dtype="bfloat16", num_workers=0,
+                     max_length=max_length, ds_config=str(RUNS / "ds.json"), learning_rate=1e-9,
+                     resume="never", output_dir=str(RUNS / "judge"))
+        device = start_distributed()
+        inputs = check_inputs(cfg, device)
+        state = build_state(cfg, inputs, device)
+        _, held_out = load_batches(cfg, inputs, state.engine, device, 0)
+        file.write_text(json.dumps(run_evaluation(state, held_out)))
+    return json.loads(file.read_text())
 
 
 def compare(args):
@@ -142,7 +150,8 @@ def compare(args):
     start = Path(args.assets) / "models" / DRAFT
     for arm in ("before", *args.arms.split(",")):
         folder = start if arm == "before" else trained(args, arm)
-        metrics = judged(args, folder, arm if arm == "before" else folder.parent.name)
+        metrics = judged(args, folder, arm if arm == "before" else folder.parent.name,
+                         ("stories", "written"))
         cells = [f"{metrics[f'eval/{key}']:.3f}" for key in COLUMNS.values()]
         file = folder.parent / "seconds.json"
         cells.append(f"{json.loads(file.read_text()):.0f}" if file.exists() else "")
@@ -207,18 +216,16 @@ def speed(args):
     write_with(target, prompts)
     texts = write_with(target, prompts, loaded(args.speed))
     write_with(target, prompts, loaded(args.speed), cuts_head=True)
-    save_rows(RUNS / "spoken.jsonl", texts)
-    output = RUNS / f"speed_{time.time():.0f}"
-    distill(output, f"--student={args.speed}", f"--teacher={args.target}", "--steps=1",
-            f"--data={RUNS / 'stories.jsonl'}", f"--eval_data={RUNS / 'spoken.jsonl'}",
-            "--eval_draft", "--learning_rate=1e-9", "--max_length=200")
-    metrics = json.loads((output / "metrics.jsonl").read_text().splitlines()[0])
+    save_rows(RUNS / "held_spoken.jsonl", texts)
+    metrics = judged(args, args.speed, f"{time.time():.0f}", ["spoken"], SPOKEN)
     print(f"expected of these texts: {metrics['eval/draft_acceptance']:.3f}, "
           f"{metrics['eval/draft_length']:.2f} a pass")
 
 
 def main(args):
+    os.environ |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
     torch.set_num_threads(1)
+    dist.destroy_process_group = lambda: None  # the next job goes on with it
     (speed if args.speed else compare)(args)
 
 
