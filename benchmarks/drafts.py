@@ -183,7 +183,7 @@ def write_with(target, prompts, draft=None, cuts_head=False):
         draft[0].generation_config.update(
             num_assistant_tokens=DRAFTED, assistant_confidence_threshold=0.0,
             num_assistant_tokens_schedule="constant")
-        if not cuts_head:  # see docs/drafts.md
+        if not cuts_head:  # see recipes/README.md
             candidate_generator.AssistantVocabTranslatorCache.get_translator(
                 tokenizer, draft[1], model.config.vocab_size, assistant_prune_lm_head=False)
     generation._speculative_sampling = counting

@@ -190,12 +190,12 @@ def counted(folders, rows, monkeypatch):
 
 
 def test_the_page_writes_with_a_draft(byte_level, tmp_path, monkeypatch, capsys):
-    """The code of docs/drafts.md as it stands."""
+    """The code of recipes/README.md as it stands."""
     monkeypatch.chdir(tmp_path)
     for place, folder in zip(("runs/draft/student", "T"), byte_level):
         Path(place).parent.mkdir(parents=True, exist_ok=True)
         Path(place).symlink_to(folder)
-    page = (ROOT / "docs" / "drafts.md").read_text()
+    page = (ROOT / "recipes" / "README.md").read_text()
     [code] = re.findall(r"^```python\n(.*?)^```", page, re.M | re.S)
     exec(code, {})
     assert capsys.readouterr().out.startswith("The")
