@@ -44,7 +44,7 @@ DRAFT = "tinytalk_neo_3M"
 RUNS = ROOT / "runs" / "drafts"
 HELD_OUT = 64
 PROMPT, LENGTH, SPOKEN = 12, 64, 100  # tokens of a row, and at most of one to judge
-PROMPTS, WRITTEN, DRAFTED = 24, 64, 5  # of what is written with a draft
+PROMPTS, FEW, WRITTEN, DRAFTED = 24, 6, 64, 5  # of what is written with a draft
 BATCH = 16
 ARMS = ("text:1:stories,total_variation:0:stories,piece_kl:0:stories,reverse_kl:0:stories,"
         "generalized_jsd:0:stories,text:1:written,total_variation:0:written")
@@ -213,9 +213,9 @@ def speed(args):
     target = loaded(args.target)
     bos = target[1].bos_token_id
     prompts = [[bos, *target[1](text)["input_ids"][:PROMPT]] for text in stories(args)[:PROMPTS]]
-    write_with(target, prompts)
     texts = write_with(target, prompts, loaded(args.speed))
-    write_with(target, prompts, loaded(args.speed), cuts_head=True)
+    write_with(target, prompts[:FEW])
+    write_with(target, prompts[:FEW], loaded(args.speed), cuts_head=True)
     save_rows(RUNS / "held_spoken.jsonl", texts)
     metrics = judged(args, args.speed, f"{time.time():.0f}", ["spoken"], SPOKEN)
     print(f"expected of these texts: {metrics['eval/draft_acceptance']:.3f}, "

@@ -53,8 +53,11 @@ class Speculation:
         if not common:
             raise ValueError("--eval_draft: the two tokenizers have no token in common, so that "
                              "the student can draft nothing; leave it out")
-        return cls(*[torch.tensor([ids[spelled] for spelled in common], device=device)
-                     for ids in (ids_of_student, ids_of_teacher)])
+
+        def of_common(ids):
+            return torch.tensor([ids[spelled] for spelled in common], device=device)
+
+        return cls(of_common(ids_of_student), of_common(ids_of_teacher))
 
     def accepted(self, student_logits, teacher_logits):
         """Return (n,) the expected share of accepted tokens: sum of min(p, q) of common tokens.
