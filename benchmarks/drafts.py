@@ -82,7 +82,7 @@ def prepare(args):
     """Write the rows of all four files, unless they are there."""
     RUNS.mkdir(parents=True, exist_ok=True)
     (RUNS / "ds.json").write_text(json.dumps(DS_CONFIG))
-    save_rows(RUNS / "all.jsonl", stories(args))
+    save_rows(RUNS / "all.jsonl", [{"text": text} for text in stories(args)])
     if not (RUNS / "target.jsonl").exists():
         words = ["examples/write_texts.py", args.target, RUNS / "all.jsonl", RUNS / "target.jsonl",
                  f"--prompt_tokens={PROMPT}", f"--new_tokens={LENGTH - PROMPT}"]
@@ -94,8 +94,8 @@ def prepare(args):
         (RUNS / f"{name}.jsonl").write_text("".join(lines[HELD_OUT:]))
 
 
-def save_rows(path, texts):
-    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+def save_rows(path, rows):
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
 def distill(output, *flags):
@@ -123,14 +123,15 @@ def trained(args, arm):
     return output / "student"
 
 
-def judged(args, student, name, data, max_length=LENGTH):
-    """Return the held-out metrics of a student on rows of RUNS, by the job's own evaluation."""
+def held_out(name, file, **keys):
+    """Return the entry of --data of which all rows of a file are held out."""
+    return keys | {"name": name, "data": str(file), "eval_data": str(file)}
+
+
+def judged(args, student, name, sources, max_length=LENGTH):
+    """Return the metrics of a student on held-out rows, by the job's own evaluation."""
     file = RUNS / f"judged_{name}.json"
     if not file.exists():
-        sources = []
-        for each in data:
-            sources.append({"data": str(RUNS / "all.jsonl"), "name": each,
-                            "eval_data": str(RUNS / f"held_{each}.jsonl")})
         cfg = Config(student=str(student), teacher=args.target, data=json.dumps(sources),
                      eval_draft=True, loss="alm", teacher_dtype="bfloat16", num_workers=0,
                      max_length=max_length, ds_config=str(RUNS / "ds.json"), learning_rate=1e-9,
@@ -138,8 +139,8 @@ def judged(args, student, name, data, max_length=LENGTH):
         device = start_distributed()
         inputs = check_inputs(cfg, device)
         state = build_state(cfg, inputs, device)
-        _, held_out = load_batches(cfg, inputs, state.engine, device, 0)
-        file.write_text(json.dumps(run_evaluation(state, held_out)))
+        _, batches = load_batches(cfg, inputs, state.engine, device, 0)
+        file.write_text(json.dumps(run_evaluation(state, batches)))
     return json.loads(file.read_text())
 
 
@@ -148,10 +149,11 @@ def compare(args):
     prepare(args)
     print("| arm | " + " | ".join(COLUMNS) + " | processor s |\n" + "| --- " * 7 + "|")
     start = Path(args.assets) / "models" / DRAFT
+    sources = [held_out(name, RUNS / f"held_{name}.jsonl") for name in ("stories", "written")]
     for arm in ("before", *args.arms.split(",")):
         folder = start if arm == "before" else trained(args, arm)
         metrics = judged(args, folder, arm if arm == "before" else folder.parent.name,
-                         ("stories", "written"))
+                         sources)
         cells = [f"{metrics[f'eval/{key}']:.3f}" for key in COLUMNS.values()]
         file = folder.parent / "seconds.json"
         cells.append(f"{json.loads(file.read_text()):.0f}" if file.exists() else "")
@@ -167,7 +169,7 @@ def loaded(folder):
 
 
 def write_with(target, prompts, draft=None, cuts_head=False):
-    """Let the target write; print tokens a second, and what it accepts; return the texts."""
+    """Let the target write; print tokens a second, and what it accepts; return rows of it."""
     model, tokenizer = target
     counts = []
     sample = generation._speculative_sampling
@@ -189,12 +191,14 @@ def write_with(target, prompts, draft=None, cuts_head=False):
     generation._speculative_sampling = counting
     torch.manual_seed(0)
     begin = time.process_time()
-    texts = []
+    rows = []
     num_tokens = 0
     for ids in prompts:
         out = model.generate(torch.tensor([ids]), **flags)
         num_tokens += out.shape[1] - len(ids)
-        texts.append(tokenizer.decode(out[0], skip_special_tokens=True))
+        prompt = tokenizer.decode(ids, skip_special_tokens=True)
+        text = tokenizer.decode(out[0], skip_special_tokens=True)
+        rows.append({"prompt": prompt, "completion": text[len(prompt) :]})
     seconds = time.process_time() - begin
     generation._speculative_sampling = sample
     print(f"{num_tokens} tokens, {num_tokens / seconds:.1f} a second", end="")
@@ -204,7 +208,7 @@ def write_with(target, prompts, draft=None, cuts_head=False):
         print(f"; accepted {accepted} of {tried} that were tried, {accepted / tried:.3f}; "
               f"{num_tokens / len(counts):.2f} a pass, head cut: {cuts_head}", end="")
     print(flush=True)
-    return texts
+    return rows
 
 
 def speed(args):
@@ -213,11 +217,13 @@ def speed(args):
     target = loaded(args.target)
     bos = target[1].bos_token_id
     prompts = [[bos, *target[1](text)["input_ids"][:PROMPT]] for text in stories(args)[:PROMPTS]]
-    texts = write_with(target, prompts, loaded(args.speed))
+    rows = write_with(target, prompts, loaded(args.speed))
     write_with(target, prompts[:FEW])
     write_with(target, prompts[:FEW], loaded(args.speed), cuts_head=True)
-    save_rows(RUNS / "held_spoken.jsonl", texts)
-    metrics = judged(args, args.speed, f"{time.time():.0f}", ["spoken"], SPOKEN)
+    save_rows(RUNS / "spoken.jsonl", rows)
+    spoken = held_out("spoken", RUNS / "spoken.jsonl", prompt_key="prompt",
+                      completion_key="completion")
+    metrics = judged(args, args.speed, f"{time.time():.0f}", [spoken], SPOKEN)
     print(f"expected of these texts: {metrics['eval/draft_acceptance']:.3f}, "
           f"{metrics['eval/draft_length']:.2f} a pass")
 
