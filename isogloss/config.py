@@ -532,6 +532,10 @@ class RunFlags:
         "evaluation by its most likely tokens, behind prompt_tokens of them, for rollout_tokens "
         "at most. samples.jsonl keeps them, and the first is printed. 0: none.",
         low=0, high=2**20, free=True)
+    eval_draft: bool = flag(
+        False, "measure at every held-out evaluation how good a draft of the teacher the student "
+        "is in speculative decoding; the teacher's whole rows are needed. See docs/metrics.md.",
+        free=True)
     save_every: int = flag(
         0, "steps between checkpoints. 0 saves after the last step and on SIGTERM, SIGINT and "
         "SIGHUP only.", low=0, high=10**12, free=True)

@@ -204,6 +204,8 @@ def check_inputs(cfg, device, roles=None):
     for teacher_cfg in configs_by_teacher(cfg).values() if encoders and not cfg.has_routes else ():
         teacher_cfg.teacher_kind.check_data(teacher_cfg, data.parts())
     teachers = plan_teachers(cfg, student, encoders, device)
+    if cfg.eval_draft:
+        plan_speculation(teachers, student, device)
     give_probes(teachers, data)
     checkpoint = find_checkpoint(cfg.resume, checkpoint_folder(cfg), expected_identity(cfg))
     agree_on_start(checkpoint)
@@ -599,6 +601,18 @@ def plan_ensemble(cfg, student, encoders, configs, device):
         weights=[member.kd_weight for member in configs.values()],
         space=cfg.teacher_weights.removeprefix("mean_"))
     return TeacherSetup.of("mean", ensemble_cfg, encoder, spec, student=student, device=device)
+
+
+def plan_speculation(teachers, student, device):
+    """Let evaluations measure how good a draft of each teacher the student is."""
+    from isogloss.evaluation.speculation import Speculation  # --eval_draft alone needs it
+
+    for setup in teachers:
+        if setup.spec.is_truncated:
+            raise ValueError(f"--eval_draft with the teacher {setup.name}: of which some tokens "
+                             "are kept, and it is about all of its tokens; keep hidden states, or "
+                             "leave it out")
+        setup.speculation = Speculation.of(student.table, setup.encoder.table, device)
 
 
 def give_probes(teachers, data):

@@ -59,6 +59,7 @@ class TeacherSetup:
         loss: DistillationLoss.
         spec: TeacherSpec.
         spelling_ids: SpellingIds of the student's and this tokenizer, for evaluations, or None.
+        speculation: `evaluation.speculation.Speculation` of --eval_draft, or None.
         source: TeacherSource; None: not loaded yet.
         asked_late: it is asked about a micro-batch when the loss comes to it, not before a step.
         bytes_per_token: memory that its logits of a position occupied last.
@@ -70,6 +71,7 @@ class TeacherSetup:
     loss: DistillationLoss
     spec: TeacherSpec
     spelling_ids: SpellingIds | None = None
+    speculation: object = None
     source: TeacherSource | None = None
     asked_late: bool = False
     bytes_per_token: float = 0.0

@@ -159,6 +159,7 @@ IDLE = [  # flags that would do nothing, words of the line
     ({"eval_task_limit": 5}, "--eval_task_limit 5: is for --eval_tasks, which names none"),
     ({"eval_every": 5}, "--eval_every 5: is for held-out rows, and there are none"),
     ({"eval_samples": 5}, "--eval_samples 5: is for held-out rows, and there are none"),
+    ({"eval_draft": True}, "--eval_draft: is for held-out rows, and there are none"),
     ({"projection_learning_rate": 1.0}, "is for --learn_projection; add it"),
     ({"teacher_weights": "ce"}, "--teacher_weights ce: is for several teachers"),
     ({"normalize_by_vocab": True}, "--normalize_by_vocab: is for several teachers"),

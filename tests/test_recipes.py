@@ -24,8 +24,8 @@ LARGE = [path for path in LARGE if path.name != "architectures.yaml"]
 TINY = sorted((ROOT / "recipes" / "tiny").glob("*.yaml"))
 # The others are read alone here: jobs of these features run in other tests.  A pipeline comes last,
 # because DeepSpeed keeps its layout for all later engines of a process.
-RUN = ("adapter", "chats", "completions", "from_scratch", "mixture", "self", "sharded", "teachers",
-       "transfer", "pipeline")
+RUN = ("adapter", "chats", "completions", "draft", "from_scratch", "mixture", "self", "sharded",
+       "teachers", "transfer", "pipeline")
 README = (ROOT / "recipes" / "README.md").read_text()
 
 

@@ -66,7 +66,8 @@ class PairSums(Sums):
         agree: chunk starts where the most likely tokens of both models spell the same bytes.
         projected: those where the projection maps the student's most likely token to the teacher's.
         starts: chunk starts.
-        coverage: MeanSums of every metric of what the loss covers, by name; see docs/metrics.md.
+        coverage: MeanSums of every metric of what the loss covers and a draft's, by name; see
+            docs/metrics.md.
     """
 
     kd: float = 0.0
@@ -92,8 +93,19 @@ class PairSums(Sums):
         return metrics
 
     @classmethod
-    def of_loss(cls, loss):
-        return cls(coverage={name: MeanSums() for name in loss.coverage_names})
+    def of(cls, pair):
+        """Return empty sums of an EvaluationPair or of its TeacherSetup."""
+        names = pair.loss.coverage_names
+        if pair.speculation:
+            names += pair.speculation.names
+        return cls(coverage={name: MeanSums() for name in names})
+
+    def add_coverage(self, covered):
+        """Add {metric: (sum, count)}, as far as the metrics are logged."""
+        for name, (total, count) in covered.items():
+            if name in self.coverage:
+                self.coverage[name].total += float(total)
+                self.coverage[name].count += float(count)
 
 
 @dataclass
@@ -116,6 +128,7 @@ class EvaluationPair:
             text.
         loss: DistillationLoss.
         spelling_ids: SpellingIds of the pair.
+        speculation: `speculation.Speculation`, or None.
     """
 
     batch: TeacherBatch
@@ -123,6 +136,7 @@ class EvaluationPair:
     text_logits: LogitsSource
     loss: DistillationLoss
     spelling_ids: SpellingIds
+    speculation: object = None
 
 
 @dataclass
@@ -189,7 +203,7 @@ def model_sums(logits, batch):
 
 def pair_sums(student_logits, pair):
     """Return the PairSums of what depends on logits."""
-    sums = PairSums.of_loss(pair.loss)
+    sums = PairSums.of(pair)
     blocks = TeacherBlocks(pair.logits, pair.batch.tiles)
     for tile in pair.batch.tiles:
         tile_logits = student_logits(tile.student_positions)
@@ -199,10 +213,9 @@ def pair_sums(student_logits, pair):
             sums.kd += float(pair.loss.loss_fn(student, teacher, sub_tile))
             add_agreement(sums, student, teacher, sub_tile, pair)
             if pair.loss.coverage:
-                for name, (total, count) in pair.loss.coverage(teacher, sub_tile).items():
-                    if name in sums.coverage:
-                        sums.coverage[name].total += float(total)
-                        sums.coverage[name].count += float(count)
+                sums.add_coverage(pair.loss.coverage(teacher, sub_tile))
+            if pair.speculation:
+                sums.add_coverage(pair.speculation.sums(student, teacher, sub_tile))
     return sums
 
 
@@ -232,7 +245,8 @@ def evaluation_terms(batch, setups, sequence_group):
             # what the members say of the text does not tell what their mean says of it
             text_logits = setup.source.whole_targets(teacher_batch)
         terms.pairs.append(EvaluationPair(
-            teacher_batch, logits, text_logits, setup.loss, setup.spelling_ids))
+            teacher_batch, logits, text_logits, setup.loss, setup.spelling_ids,
+            setup.speculation))
     return terms
 
 
@@ -249,7 +263,7 @@ def evaluate(batches, student, setups, sequence_group=None):
         EvaluationSums, equal on every rank.
     """
     empty = EvaluationSums(teachers=[ModelSums() for _ in setups],
-                           pairs=[PairSums.of_loss(setup.loss) for setup in setups])
+                           pairs=[PairSums.of(setup) for setup in setups])
     totals = torch.tensor(empty.numbers(), dtype=torch.float64)
     batches = iter(batches)
     while group := list(itertools.islice(batches, student.batches_at_once)):
@@ -273,5 +287,7 @@ def metrics_of(sums, setups):
     metrics = []
     for teacher, pair, setup in zip(sums.teachers, sums.pairs, setups):
         of_pair = teacher.metrics("teacher") | pair.metrics(setup.loss)
+        if setup.speculation:
+            of_pair |= setup.speculation.lengths(of_pair)
         metrics.append(of_pair | dict.fromkeys(setup.spec.unknown_metrics))
     return sums.student.metrics("student"), metrics

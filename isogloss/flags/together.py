@@ -96,7 +96,7 @@ def check_idle(cfg):
     if is_set(cfg, "teacher_alpha") and cfg.teacher_weights not in confident:
         raise ValueError(f"{shown(cfg, 'teacher_alpha')}: is for --teacher_weights ce, entropy or "
                          f"max_prob, this is {cfg.teacher_weights}; leave it out")
-    for name in ("eval_samples", "eval_every"):
+    for name in ("eval_samples", "eval_every", "eval_draft"):
         if is_set(cfg, name) and not (cfg.holds_out or "eval_rows" in cfg.given):
             raise ValueError(f"{shown(cfg, name)}: is for held-out rows, and there are none; add "
                              "--eval_rows")

@@ -1,0 +1,239 @@
+"""Compare losses by what they are worth to a draft: the share of its tokens that a target accepts.
+
+    python benchmarks/drafts.py ASSETS TARGET [--steps 30] [--seed 0] [--arms ...]
+    python benchmarks/drafts.py ASSETS TARGET --speed STUDENT
+
+ASSETS has models/tinytalk_neo_3M, which becomes a draft of TARGET, the directory of a model with
+another tokenizer, and text/tinystories_1000.json.  An arm is LOSS:CE_WEIGHT:DATA; `text` is the
+text alone.  DATA is `stories`, or `written`, what TARGET writes behind the first tokens of these.
+Every student is judged by --eval_draft on held-out rows of both:
+
+acceptance  eval/draft_acceptance, expected share of drafted tokens that TARGET accepts
+bits        bits per byte of the student
+
+The second command lets TARGET write with the draft STUDENT in transformers and without, and counts
+what is accepted.  Runs are kept in runs/drafts; complete ones are not repeated.  Figures of record
+are in docs/LOG.md.
+"""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+import torch
+import torch.distributed as dist
+from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers.generation import candidate_generator, utils as generation
+
+from isogloss.build import build_state
+from isogloss.config import Config
+from isogloss.distill import cli
+from isogloss.flags.parse import flag, tool
+from isogloss.inputs import check_inputs, load_batches
+from isogloss.job.launch import start_distributed
+from isogloss.once_in_a_while import run_evaluation
+
+DRAFT = "tinytalk_neo_3M"
+RUNS = ROOT / "runs" / "drafts"
+HELD_OUT = 64
+PROMPT, LENGTH, SPOKEN = 12, 64, 100  # tokens of a row, and at most of one to judge
+PROMPTS, FEW, WRITTEN, DRAFTED = 24, 6, 64, 5  # of what is written with a draft
+BATCH = 16
+ARMS = ("text:1:stories,total_variation:0:stories,piece_kl:0:stories,reverse_kl:0:stories,"
+        "generalized_jsd:0:stories,text:1:written,total_variation:0:written")
+COLUMNS = {
+    "acceptance, stories": "stories/draft_acceptance",
+    "acceptance, written": "written/draft_acceptance", "length, written": "written/draft_length",
+    "bits, stories": "stories/student_bits_per_byte",
+    "bits, written": "written/student_bits_per_byte"}
+DS_CONFIG = {
+    "train_batch_size": BATCH, "train_micro_batch_size_per_gpu": BATCH, "gradient_clipping": 1.0,
+    "optimizer": {"type": "AdamW", "params": {"lr": "auto", "torch_adam": True}},
+    "scheduler": {"type": "WarmupCosineLR",
+                  "params": {"total_num_steps": "auto", "warmup_num_steps": 10}},
+    "zero_optimization": {"stage": 0}}
+
+
+@dataclass(kw_only=True)
+class Args:
+    """Compare losses by the share of a draft's tokens that a target accepts."""
+
+    assets: str = flag("", "folder with models/ and text/.")
+    target: str = flag("", "directory of the target.")
+    arms: str = flag(ARMS, "LOSS:CE_WEIGHT:DATA, with commas.")
+    steps: int = flag(30, "optimizer steps.", low=1)
+    seed: int = flag(0, "of the order of the rows.", low=0)
+    learning_rate: float = flag(5e-4, "of AdamW, falling to 0.", low=1e-9)
+    speed: str = flag("", "directory of a draft: tokens a second with it and without.")
+
+
+def stories(args):
+    return json.loads((Path(args.assets) / "text" / "tinystories_1000.json").read_text())
+
+
+def prepare(args):
+    """Write the rows of all four files, unless they are there."""
+    RUNS.mkdir(parents=True, exist_ok=True)
+    (RUNS / "ds.json").write_text(json.dumps(DS_CONFIG))
+    save_rows(RUNS / "all.jsonl", [{"text": text} for text in stories(args)])
+    if not (RUNS / "target.jsonl").exists():
+        words = ["examples/write_texts.py", args.target, RUNS / "all.jsonl", RUNS / "target.jsonl",
+                 f"--prompt_tokens={PROMPT}", f"--new_tokens={LENGTH - PROMPT}"]
+        subprocess.run([sys.executable, *map(str, words)], cwd=ROOT, check=True,
+                       env=dict(os.environ, PYTHONPATH=str(ROOT)))
+    for name, file in (("stories", "all"), ("written", "target")):
+        lines = (RUNS / f"{file}.jsonl").read_text().splitlines(keepends=True)
+        (RUNS / f"held_{name}.jsonl").write_text("".join(lines[:HELD_OUT]))
+        (RUNS / f"{name}.jsonl").write_text("".join(lines[HELD_OUT:]))
+
+
+def save_rows(path, rows):
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def distill(output, *flags):
+    """Run a job in this process; return the seconds of a processor that it took."""
+    begin = time.process_time()
+    cli([f"--output_dir={output}", f"--ds_config={RUNS / 'ds.json'}", f"--max_length={LENGTH}",
+         "--num_workers=0", "--resume=never", "--teacher_dtype=bfloat16", *flags])
+    return time.process_time() - begin
+
+
+def trained(args, arm):
+    """Return the directory of an arm's student."""
+    loss, ce_weight, data = arm.split(":")
+    output = RUNS / f"{loss}_{ce_weight}_{data}_{args.steps}_{args.learning_rate:g}_{args.seed}"
+    if not (output / "student" / "config.json").exists():
+        teach = [f"--teacher={args.target}", f"--loss={loss}"]
+        if loss == "text":
+            teach = ["--kd_weight=0"]
+        seconds = distill(
+            output, f"--student={Path(args.assets) / 'models' / DRAFT}", *teach,
+            f"--ce_weight={ce_weight}", f"--data={RUNS / f'{data}.jsonl'}", f"--seed={args.seed}",
+            f"--steps={args.steps}", f"--learning_rate={args.learning_rate}",
+            f"--export={output / 'student'}")
+        (output / "seconds.json").write_text(json.dumps(seconds))
+    return output / "student"
+
+
+def held_out(name, file, **keys):
+    """Return the entry of --data of which all rows of a file are held out."""
+    return keys | {"name": name, "data": str(file), "eval_data": str(file)}
+
+
+def judged(args, student, name, sources, max_length=LENGTH):
+    """Return the metrics of a student on held-out rows, by the job's own evaluation."""
+    file = RUNS / f"judged_{name}.json"
+    if not file.exists():
+        cfg = Config(student=str(student), teacher=args.target, data=json.dumps(sources),
+                     eval_draft=True, loss="alm", teacher_dtype="bfloat16", num_workers=0,
+                     max_length=max_length, ds_config=str(RUNS / "ds.json"), learning_rate=1e-9,
+                     resume="never", output_dir=str(RUNS / "judge"))
+        device = start_distributed()
+        inputs = check_inputs(cfg, device)
+        state = build_state(cfg, inputs, device)
+        _, batches = load_batches(cfg, inputs, state.engine, device, 0)
+        file.write_text(json.dumps(run_evaluation(state, batches)))
+    return json.loads(file.read_text())
+
+
+def compare(args):
+    """Print a line for each arm."""
+    prepare(args)
+    print("| arm | " + " | ".join(COLUMNS) + " | processor s |\n" + "| --- " * 7 + "|")
+    start = Path(args.assets) / "models" / DRAFT
+    sources = [held_out(name, RUNS / f"held_{name}.jsonl") for name in ("stories", "written")]
+    for arm in ("before", *args.arms.split(",")):
+        folder = start if arm == "before" else trained(args, arm)
+        metrics = judged(args, folder, arm if arm == "before" else folder.parent.name,
+                         sources)
+        cells = [f"{metrics[f'eval/{key}']:.3f}" for key in COLUMNS.values()]
+        file = folder.parent / "seconds.json"
+        cells.append(f"{json.loads(file.read_text()):.0f}" if file.exists() else "")
+        print(f"| {arm} | " + " | ".join(cells) + " |", flush=True)
+
+
+# --- in transformers ------------------------------------------------------------------------------
+
+
+def loaded(folder):
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    return model.eval(), AutoTokenizer.from_pretrained(folder)
+
+
+def write_with(target, prompts, draft=None, cuts_head=False):
+    """Let the target write; print tokens a second, and what it accepts; return rows of it."""
+    model, tokenizer = target
+    counts = []
+    sample = generation._speculative_sampling
+
+    def counting(candidates, logits, length, *more, **named):
+        written, matches = sample(candidates, logits, length, *more, **named)
+        counts.append((int(matches), int(length)))
+        return written, matches
+
+    flags = dict(do_sample=True, top_k=0, max_new_tokens=WRITTEN)
+    if draft:
+        flags |= dict(assistant_model=draft[0], tokenizer=tokenizer, assistant_tokenizer=draft[1])
+        draft[0].generation_config.update(
+            num_assistant_tokens=DRAFTED, assistant_confidence_threshold=0.0,
+            num_assistant_tokens_schedule="constant")
+        if not cuts_head:  # see recipes/README.md
+            candidate_generator.AssistantVocabTranslatorCache.get_translator(
+                tokenizer, draft[1], model.config.vocab_size, assistant_prune_lm_head=False)
+    generation._speculative_sampling = counting
+    torch.manual_seed(0)
+    begin = time.process_time()
+    rows = []
+    num_tokens = 0
+    for ids in prompts:
+        out = model.generate(torch.tensor([ids]), **flags)
+        num_tokens += out.shape[1] - len(ids)
+        prompt = tokenizer.decode(ids, skip_special_tokens=True)
+        text = tokenizer.decode(out[0], skip_special_tokens=True)
+        rows.append({"prompt": prompt, "completion": text[len(prompt) :]})
+    seconds = time.process_time() - begin
+    generation._speculative_sampling = sample
+    print(f"{num_tokens} tokens, {num_tokens / seconds:.1f} a second", end="")
+    if draft:
+        accepted = sum(matches for matches, _ in counts)
+        tried = sum(min(matches + 1, length) for matches, length in counts)
+        print(f"; accepted {accepted} of {tried} that were tried, {accepted / tried:.3f}; "
+              f"{num_tokens / len(counts):.2f} a pass, head cut: {cuts_head}", end="")
+    print(flush=True)
+    return rows
+
+
+def speed(args):
+    """Print what a target writes with a draft and without, and the job's metric of these texts."""
+    prepare(args)
+    target = loaded(args.target)
+    bos = target[1].bos_token_id
+    prompts = [[bos, *target[1](text)["input_ids"][:PROMPT]] for text in stories(args)[:PROMPTS]]
+    rows = write_with(target, prompts, loaded(args.speed))
+    write_with(target, prompts[:FEW])
+    write_with(target, prompts[:FEW], loaded(args.speed), cuts_head=True)
+    save_rows(RUNS / "spoken.jsonl", rows)
+    spoken = held_out("spoken", RUNS / "spoken.jsonl", prompt_key="prompt",
+                      completion_key="completion")
+    metrics = judged(args, args.speed, f"{time.time():.0f}", [spoken], SPOKEN)
+    print(f"expected of these texts: {metrics['eval/draft_acceptance']:.3f}, "
+          f"{metrics['eval/draft_length']:.2f} a pass")
+
+
+def main(args):
+    os.environ |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    torch.set_num_threads(1)
+    dist.destroy_process_group = lambda: None  # the next job goes on with it
+    (speed if args.speed else compare)(args)
+
+
+if __name__ == "__main__":
+    tool(Args, main, positional=("assets", "target"))
