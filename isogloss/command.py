@@ -300,6 +300,9 @@ class TransferArgs:
 
     def __post_init__(self):
         check_flags(self)
+        if self.texts and not self.head_offset:
+            raise ValueError("--texts: nothing is chosen on it with --head_offset=false; leave one "
+                             "of them out")
 
 
 # {module: its flags, and what `parse_flags` is told of them}
@@ -341,8 +344,9 @@ def isogloss():
     if sys.argv[1:2] == ["transfer"]:
         tool("transfer", sys.argv[2:])
         return
-    print("usage: isogloss doctor, isogloss transfer; other commands are isogloss-distill, isogloss-cache, "
-          "isogloss-export, isogloss-plan, isogloss-plot, isogloss-report, isogloss-tasks",
+    print("usage: isogloss doctor, isogloss transfer; other commands are isogloss-distill, "
+          "isogloss-cache, isogloss-export, isogloss-plan, isogloss-plot, isogloss-report, "
+          "isogloss-tasks",
           file=sys.stderr)
     raise SystemExit(0 if "--help" in sys.argv or "-h" in sys.argv else 2)
 
