@@ -31,13 +31,19 @@ from safetensors.torch import save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 from transformers.core_model_loading import revert_weight_conversion
+from transformers.dynamic_module_utils import custom_object_save
 from transformers.utils import cached_file
 
 from isogloss.align import TokenTable
 from isogloss.data.ends import load_generation
 from isogloss.export import check_output, write_folder
 from isogloss.flags.model_names import read_model_name
-from isogloss.models.pretrained import check_language_model, load_config, load_model
+from isogloss.models.pretrained import (
+    check_language_model,
+    load_config,
+    load_model,
+    quantization_of,
+)
 from isogloss.models.tied import empty_model, is_tied, untie_as_files_do
 from isogloss.projection_tools.retokenize import (
     OFFSETS,
@@ -428,6 +434,9 @@ def main(args):
     texts = sample_texts(args.texts) if args.head_offset else None
     config = load_config("model", args.model, args.trust_remote_code)
     check_language_model("model", args.model, config)
+    if quantization_of(config):
+        raise ValueError(f"--model {args.model}: its weights are quantized "
+                         f"({quantization_of(config)}); name the model that they were made of")
     untie_as_files_do("model", args.model, config, args.trust_remote_code)
     old_tokenizer, old = load_tokenizer("model", args.model, args.trust_remote_code)
     tokenizer, new = load_new_tokenizer(args, old_tokenizer, old)
@@ -452,6 +461,9 @@ def main(args):
         folder.mkdir(parents=True)
         write_weights(files, kinds, make, folder)
         tokenizer.save_pretrained(folder)
+        if getattr(config, "auto_map", None):  # its code comes along
+            for each in config, empty_model(config, args.trust_remote_code):
+                custom_object_save(each, folder)
         for name, content in (
                 ("config.json", config_text("model", args.model, config, origins)),
                 ("generation_config.json", generation_of(generation, origins))):

@@ -15,6 +15,7 @@ from conftest import asset, write_model
 from isogloss import command
 from isogloss.align import TokenTable
 from isogloss.projection_tools.retokenize import common_direction
+from test_pretrained import custom
 
 TEXTS = ["In 2010 the crème brûlée cost 12.50.", "def f(x):\n    return x ** 2\n", "日本語 ok"]
 
@@ -239,6 +240,15 @@ def test_a_head_that_lies_in_the_files_twice_stays_one(tokenizers, tmp_path):
     assert torch.equal(weights["lm_head.weight"], weights["model.embed_tokens.weight"])
 
 
+def test_the_code_of_a_model_comes_along(models, tmp_path):
+    model = custom(models[0], tmp_path, tmp_path / "marker")
+    student = transfer(model, models[1], tmp_path / "out", "--trust_remote_code")
+    loaded = AutoModelForCausalLM.from_pretrained(student, trust_remote_code=True)
+    assert type(loaded).__name__ == "CustomModel"
+    size = len(AutoTokenizer.from_pretrained(models[1]))
+    assert len(loaded.get_input_embeddings().weight) == size
+
+
 def test_transformers_that_cuts_otherwise_is_a_warning(tokenizers, tmp_path):
     """transformers takes Qwen2's tokenizer class for its models, whatever the files name."""
     write_kind("qwen2", tokenizers[1], tmp_path / "model", num_key_value_heads=2)
@@ -323,12 +333,18 @@ def test_what_cannot_be_done_is_one_line(models, untied, tmp_path, capsys):
     tensors = load_file(untied / "model.safetensors")
     tensors["lm_head.weight"] = tensors["lm_head.weight"][:-3].clone()
     save_file(tensors, few / "model.safetensors", metadata={"format": "pt"})
+    bits = tmp_path / "bits"
+    shutil.copytree(models[0], bits)
+    config = json.loads((bits / "config.json").read_text())
+    (bits / "config.json").write_text(json.dumps(
+        config | {"quantization_config": {"quant_method": "gptq", "bits": 4}}))
     earlier = transfer(models[0], models[1], tmp_path / "earlier")
     (tmp_path / "short.txt").write_text("x")
     for model, output, reason, *more in (
             (weights, "out", "has no model.safetensors"), (adapter, "out", "is an adapter"),
             (foreign, "out", "is the embedding"), (models[0], "taken", "holds thesis.tex"),
             (packed, "out", "no weight that is the head"), (few, "out", "(360, 32)"),
+            (bits, "out", "quantized (gptq)"),
             (earlier, "earlier", "would replace --model"),
             (models[0], "short.txt", "is a file"), (models[0], "short.txt/out", "be written"),
             (models[0], "out", "has none", "--chat_template=model"),
