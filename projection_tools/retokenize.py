@@ -16,6 +16,7 @@ Shapes: N tokens of the new tokenizer, P pieces, O rows of the old vocabulary, H
 Tests: tests/test_transfer.py.
 """
 
+import re
 from dataclasses import dataclass
 from functools import cached_property
 from importlib import import_module
@@ -23,7 +24,7 @@ from importlib import import_module
 import numpy as np
 import torch
 
-from isogloss.align import TokenTable
+from isogloss.align import ROLE, TokenTable
 from isogloss.spelling import link_special_tokens, spell
 
 MOST_PIECES = 32
@@ -75,27 +76,22 @@ class Origins:
         return lines
 
 
-def origins_of(old_tokenizer, old, new, rows):
+def origins_of(tokenizers, tables, rows):
     """Return the Origins of the tokens of a new vocabulary.
 
     Args:
-        old_tokenizer: the fast tokenizer of the model.
-        old, new: TokenTables.
+        tokenizers: (old, new) fast tokenizers; tables: their TokenTables.
         rows: of the model's embedding, which may be fewer than the tokenizer's ids.
     Raises:
         ValueError: the old tokenizer can write less than half of the new tokens.
     """
-    pieces_NP = spell(new, old_tokenizer, old, MOST_PIECES).astype(np.int64)
+    old, new = tables
+    pieces_NP = spell(new, tokenizers[0], old, MOST_PIECES).astype(np.int64)
     for new_id, old_id in _equal_names(new, old):
         pieces_NP[new_id] = -1
         pieces_NP[new_id, 0] = old_id
     pieces_NP[(pieces_NP >= rows).any(1)] = -1
-    links = dict(link_special_tokens(new, old))
-    # several new tokens may begin as one: <|im_end|> and </s> as the old <|im_end|>, an eos
-    names = {old.tokens[w]: w for w in np.flatnonzero(old.special).tolist()}
-    links |= {v: names[new.tokens[v]] for v in np.flatnonzero(new.special).tolist()
-              if new.tokens[v] in names}
-    links = {v: w for v, w in links.items() if w < rows}
+    links = {v: w for v, w in _links(tokenizers, tables).items() if w < rows}
     for v, w in links.items():
         pieces_NP[v] = -1
         pieces_NP[v, 0] = w
@@ -106,6 +102,33 @@ def origins_of(old_tokenizer, old, new, rows):
                          f"{len(text):,} tokens of the new one; it lacks bytes, or a case of "
                          "letters, and what it cannot write the model does not know")
     return origins
+
+
+def _links(tokenizers, tables):
+    """Return {new id: old id} of control tokens, of which several may begin as one.
+
+    So <|im_end|> and </s> are the old <|im_end|>, an eos, and <s> and </s> the old <|endoftext|>.
+    """
+    old, new = tables
+    links = dict(link_special_tokens(new, old))
+    names = {old.tokens[w]: w for w in np.flatnonzero(old.special).tolist()}
+    for v in np.flatnonzero(new.special).tolist():
+        if new.tokens[v] in names:
+            links[v] = names[new.tokens[v]]
+    headers = [_header_of(*each) for each in zip(tokenizers, tables)]
+    for w, v in ((old.end_of_turn, new.end_of_turn), (old.bos, new.bos), headers):
+        if v >= 0 and w >= 0:
+            links.setdefault(v, w)
+    return links
+
+
+def _header_of(tokenizer, table):
+    """Return the id of the control token that a chat template writes before a role; -1: none."""
+    template = getattr(tokenizer, "chat_template", None) or ""
+    for i in np.flatnonzero(table.special).tolist():
+        if table.tokens[i] and re.search(re.escape(table.tokens[i]) + ROLE, str(template)):
+            return i
+    return -1
 
 
 def _equal_names(new, old):
@@ -127,14 +150,16 @@ def new_rows(old_OH, origins):
         old_OH: rows of the old ones, beyond which there may be more, as padding.
     """
     num_known = min(len(origins.old), len(old_OH))
-    mean_H = old_OH[:num_known].to(torch.float32).mean(0)
+    mean_H = old_OH[:num_known].mean(0, dtype=torch.float32)
     rows_NH = old_OH.new_empty(len(origins.pieces_NP), *old_OH.shape[1:])
     for first in range(0, len(rows_NH), ROWS_AT_A_TIME):
         pieces = torch.from_numpy(origins.pieces_NP[first : first + ROWS_AT_A_TIME])
-        is_piece = (pieces >= 0).reshape(*pieces.shape, *[1] * (old_OH.dim() - 1))
-        found = old_OH[pieces.clamp(min=0)].to(torch.float32) * is_piece
-        count = is_piece.sum(1)
-        mean = torch.where(count > 0, found.sum(1) / count.clamp(min=1), mean_H)
+        total = torch.zeros(len(pieces), *old_OH.shape[1:])
+        for column in range(pieces.shape[1]):  # few tokens have many
+            [longer] = torch.nonzero(pieces[:, column] >= 0, as_tuple=True)
+            total[longer] += old_OH[pieces[longer, column]].to(torch.float32)
+        count = (pieces >= 0).sum(1).reshape(-1, *[1] * (old_OH.dim() - 1))
+        mean = torch.where(count > 0, total / count.clamp(min=1), mean_H)
         rows_NH[first : first + len(pieces)] = mean.to(old_OH.dtype)
     return rows_NH
 

@@ -150,3 +150,11 @@ def smollm2():
     import real_model
 
     return real_model.smollm2()
+
+
+@pytest.fixture(scope="session")
+def gemma3():
+    """Directory of a real base model with 262,144 tokens, 268 M weights in bfloat16."""
+    import real_model
+
+    return real_model.gemma3()

@@ -1,5 +1,6 @@
 """isogloss transfer: a model with another tokenizer keeps what it knows of the tokens both have."""
 
+import copy
 import json
 import shutil
 from pathlib import Path
@@ -16,6 +17,7 @@ from isogloss import command
 from isogloss.align import TokenTable
 from isogloss.projection_tools.retokenize import common_direction
 from jobs import ds_config, losses_of, run_and_listen, write_corpus
+from test_pretrained import custom
 
 TEXTS = ["In 2010 the crème brûlée cost 12.50.", "def f(x):\n    return x ** 2\n", "日本語 ok"]
 
@@ -137,6 +139,141 @@ def test_ends_and_other_ids_are_those_of_the_new_tokens(models, tmp_path):
     assert written.max() < len(tokenizer)
 
 
+def chat_tokenizer(tokenizer, begin, end):
+    """Return a copy of a tokenizer with a chat template of these two control tokens."""
+    tokenizer = copy.deepcopy(tokenizer)
+    tokenizer.add_special_tokens({"additional_special_tokens": [begin, end]})
+    tokenizer.chat_template = ("{% for m in messages %}" + begin + "{{ m.role }}\n{{ m.content }}"
+                               + end + "{% endfor %}")
+    return tokenizer
+
+
+def test_roles_of_chats_and_texts_begin_as_the_old_ones(tokenizers, tmp_path):
+    """A turn begins and ends as before, whatever the tokens are called; so does a text.
+
+    Several may begin as one: <s> and </s> as <|endoftext|>, which was both.
+    """
+    old = chat_tokenizer(tokenizers[1], "<start_of_turn>", "<end_of_turn>")
+    new = chat_tokenizer(tokenizers[0], "<|im_start|>", "<|im_end|>")
+    write_model(old, 1, tmp_path / "model")
+    (tmp_path / "model" / "generation_config.json").write_text(json.dumps(
+        {"eos_token_id": old.convert_tokens_to_ids(["<|endoftext|>", "<end_of_turn>"])}))
+    new.save_pretrained(tmp_path / "new")
+    student = transfer(tmp_path / "model", tmp_path / "new", tmp_path / "out")
+    new_tokens = ["<s>", "</s>", "<|im_start|>", "<|im_end|>"]
+    old_tokens = ["<|endoftext|>", "<|endoftext|>", "<start_of_turn>", "<end_of_turn>"]
+    for old_rows, new_rows in zip(rows_of(tmp_path / "model"), rows_of(student)):
+        assert torch.equal(new_rows[new.convert_tokens_to_ids(new_tokens)],
+                           old_rows[old.convert_tokens_to_ids(old_tokens)])
+    ends = json.loads((student / "generation_config.json").read_text())["eos_token_id"]
+    assert {*new.convert_tokens_to_ids(["</s>", "<|im_end|>"])} <= {*ends}
+
+
+def test_a_base_model_stops_at_the_end_of_turn_of_a_chat_tokenizer(models, tokenizers, tmp_path):
+    new = chat_tokenizer(tokenizers[0], "<|im_start|>", "<|im_end|>")
+    new.save_pretrained(tmp_path / "new")
+    student = transfer(models[1], tmp_path / "new", tmp_path / "out")
+    ends = json.loads((student / "generation_config.json").read_text())["eos_token_id"]
+    assert {*new.convert_tokens_to_ids(["</s>", "<|im_end|>"])} <= {*ends}
+
+
+def test_there_and_back_again(models, tmp_path):
+    """Tokens that both tokenizers have come back bit for bit."""
+    there = transfer(models[1], models[0], tmp_path / "there")
+    back = transfer(there, models[1], tmp_path / "back")
+    tables = [TokenTable.from_tokenizer(AutoTokenizer.from_pretrained(model)) for model in models]
+    known = {tables[0].bytes_of(i) for i in range(len(tables[0])) if not tables[0].special[i]}
+    same = [i for i in range(len(tables[1])) if tables[1].bytes_of(i) in known]
+    assert len(same) > 200
+    for before, after in zip(rows_of(models[1]), rows_of(back)):
+        assert torch.equal(before[same], after[same])
+
+
+SHAPE = dict(hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=4)
+
+
+def write_kind(kind, tokenizer, folder, **shape):
+    """Write a model of a kind with random weights and a tokenizer; return it."""
+    shape = {**SHAPE, "bos_token_id": tokenizer.bos_token_id,
+             "eos_token_id": tokenizer.eos_token_id, **shape}
+    config = AutoConfig.for_model(kind, vocab_size=len(tokenizer), **shape)
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config)
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return model
+
+
+@pytest.mark.parametrize("kind", ["gpt_neox", "llama"])
+def test_weights_are_found_by_what_they_are(kind, tokenizers, tmp_path):
+    """Whatever a file calls them, and whatever else has as many rows."""
+    model = write_kind(kind, tokenizers[1], tmp_path / "model", tie_word_embeddings=False,
+                       intermediate_size=len(tokenizers[1]))
+    tokenizers[0].save_pretrained(tmp_path / "new")
+    student = transfer(tmp_path / "model", tmp_path / "new", tmp_path / "out")
+    new = AutoModelForCausalLM.from_pretrained(student)
+    for name in ("get_input_embeddings", "get_output_embeddings"):
+        before, after = (getattr(each, name)().weight for each in (model, new))
+        assert torch.equal(after[tokenizers[0].eos_token_id], before[tokenizers[1].eos_token_id])
+        assert len(after) == len(tokenizers[0])
+    changed = {"embed_in", "embed_tokens", "lm_head"}
+    for name, weight in new.state_dict().items():
+        if not changed & {*name.split(".")}:
+            assert torch.equal(weight, model.state_dict()[name]), name
+
+
+def test_texts_longer_than_the_context_come_in_parts(tokenizers, tmp_path, capsys):
+    write_kind("gpt2", tokenizers[1], tmp_path / "model", n_embd=32, n_head=4, n_layer=1,
+               n_positions=50)
+    command.tool("transfer", [f"--model={tmp_path / 'model'}", "--tokenizer=bytes",
+                              f"--output={tmp_path / 'out'}"])
+    assert "with 0 nats less" in capsys.readouterr().out  # every byte is one old token
+
+
+def test_a_head_that_lies_in_the_files_twice_stays_one(tokenizers, tmp_path):
+    model = write_kind("llama", tokenizers[1], tmp_path / "model", tie_word_embeddings=True)
+    weights = load_file(tmp_path / "model" / "model.safetensors")
+    save_file(weights | {"lm_head.weight": model.lm_head.weight.detach().clone()},
+              tmp_path / "model" / "model.safetensors", metadata={"format": "pt"})
+    tokenizers[0].save_pretrained(tmp_path / "new")
+    command.tool("transfer", [f"--model={tmp_path / 'model'}", f"--output={tmp_path / 'out'}",
+                              f"--tokenizer={tmp_path / 'new'}"])
+    weights = weights_of(tmp_path / "out")
+    assert torch.equal(weights["lm_head.weight"], weights["model.embed_tokens.weight"])
+
+
+def test_the_code_of_a_model_comes_along(models, tmp_path):
+    model = custom(models[0], tmp_path, tmp_path / "marker")
+    student = transfer(model, models[1], tmp_path / "out", "--trust_remote_code")
+    loaded = AutoModelForCausalLM.from_pretrained(student, trust_remote_code=True)
+    assert type(loaded).__name__ == "CustomModel"
+    size = len(AutoTokenizer.from_pretrained(models[1]))
+    assert len(loaded.get_input_embeddings().weight) == size
+
+
+def test_transformers_that_cuts_otherwise_is_a_warning(tokenizers, tmp_path):
+    """transformers takes Qwen2's tokenizer class for its models, whatever the files name."""
+    write_kind("qwen2", tokenizers[1], tmp_path / "model", num_key_value_heads=2)
+    tokenizers[0].save_pretrained(tmp_path / "new")
+    with pytest.warns(UserWarning, match="--output .* read it with PreTrainedTokenizerFast"):
+        transfer(tmp_path / "model", tmp_path / "new", tmp_path / "out")
+
+
+def test_ids_that_a_class_has_by_default_are_not_those_of_the_new_tokens(tokenizers, tmp_path):
+    write_kind("llama", tokenizers[1], tmp_path / "model")
+    config = json.loads((tmp_path / "model" / "config.json").read_text())
+    config = {key: value for key, value in config.items() if not key.endswith("_token_id")}
+    (tmp_path / "model" / "config.json").write_text(json.dumps(config))
+    tokenizer = copy.deepcopy(tokenizers[0])
+    tokenizer.bos_token = tokenizer.eos_token = tokenizer.pad_token = None
+    tokenizer.save_pretrained(tmp_path / "new")
+    student = transfer(tmp_path / "model", tmp_path / "new", tmp_path / "out")
+    config = AutoConfig.from_pretrained(student)
+    assert config.bos_token_id is config.eos_token_id is config.pad_token_id is None
+    generation = json.loads((student / "generation_config.json").read_text())
+    assert generation["eos_token_id"] is None
+
+
 @pytest.mark.parametrize("choice", ["auto", "tokenizer", "model"])
 def test_the_chat_template_is_the_one_that_is_chosen(choice, models, tokenizers, tmp_path):
     """The model's own brings the control tokens that it writes, with their rows."""
@@ -171,7 +308,7 @@ def test_a_model_of_bytes_reads_every_text(models, tmp_path, capsys):
         capsys.readouterr().out
 
 
-def test_what_cannot_be_done_is_one_line(models, tmp_path, capsys):
+def test_what_cannot_be_done_is_one_line(models, untied, tmp_path, capsys):
     weights = tmp_path / "bin"
     shutil.copytree(models[0], weights)
     torch.save(load_file(weights / "model.safetensors"), weights / "pytorch_model.bin")
@@ -189,11 +326,35 @@ def test_what_cannot_be_done_is_one_line(models, tmp_path, capsys):
     taken = tmp_path / "taken"
     taken.mkdir()
     (taken / "thesis.tex").write_text("x")
-    for model, output, reason in (
+    packed, few = tmp_path / "packed", tmp_path / "few"
+    shutil.copytree(untied, packed)
+    tensors = load_file(untied / "model.safetensors")
+    tensors["lm_head.weight_packed"] = tensors.pop("lm_head.weight")
+    save_file(tensors, packed / "model.safetensors", metadata={"format": "pt"})
+    shutil.copytree(untied, few)
+    tensors = load_file(untied / "model.safetensors")
+    tensors["lm_head.weight"] = tensors["lm_head.weight"][:-3].clone()
+    save_file(tensors, few / "model.safetensors", metadata={"format": "pt"})
+    bits = tmp_path / "bits"
+    shutil.copytree(models[0], bits)
+    config = json.loads((bits / "config.json").read_text())
+    (bits / "config.json").write_text(json.dumps(
+        config | {"quantization_config": {"quant_method": "gptq", "bits": 4}}))
+    earlier = transfer(models[0], models[1], tmp_path / "earlier")
+    (tmp_path / "short.txt").write_text("x")
+    for model, output, reason, *more in (
             (weights, "out", "has no model.safetensors"), (adapter, "out", "is an adapter"),
-            (foreign, "out", "is the embedding"), (models[0], "taken", "holds thesis.tex")):
+            (foreign, "out", "is the embedding"), (models[0], "taken", "holds thesis.tex"),
+            (packed, "out", "no weight that is the head"), (few, "out", "(360, 32)"),
+            (bits, "out", "quantized (gptq)"),
+            (earlier, "earlier", "would replace --model"),
+            (models[0], "short.txt", "is a file"), (models[0], "short.txt/out", "be written"),
+            (models[0], "out", "has none", "--chat_template=model"),
+            (models[0], "out", "cannot be loaded", "--texts=/nowhere", "--head_offset"),
+            (models[0], "out", "1 char", f"--texts={tmp_path}/short.txt", "--head_offset"),
+            (models[0], "out", "nothing is chosen on it", f"--texts={tmp_path}/short.txt")):
         with pytest.raises(SystemExit) as end:
-            transfer(model, models[1], tmp_path / output)
+            transfer(model, models[1], tmp_path / output, *more)
         printed = capsys.readouterr().err
         assert end.value.code == 2 and reason in printed and "Traceback" not in printed
     assert not (tmp_path / "out").exists()
