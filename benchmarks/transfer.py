@@ -43,7 +43,6 @@ import torch
 from isogloss import demo, demo_report
 from isogloss.align import TokenTable
 from isogloss.flags.parse import flag, tool
-from isogloss.transfer import batches_of
 from recipes.tiny import prepare
 
 RUNS = ROOT / "runs" / "transfer"
@@ -203,7 +202,10 @@ def judged(path, texts):
     """
     model, tokenizer, table = loaded(path)
     results = []
-    for text, ids in zip(texts, batches_of(tokenizer, table, texts)):
+    start = table.bos if table.bos >= 0 else table.eos
+    for text in texts:
+        ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+        ids = torch.tensor([[start, *ids] if start >= 0 else ids])
         logits = model(ids).logits[0, :-1]
         bits = float(torch.nn.functional.cross_entropy(logits, ids[0, 1:], reduction="sum"))
         size = len(text.encode())
@@ -258,6 +260,17 @@ def train(folder, args, paths, arm, seed, steps):
 
 
 def _trained(run, args, paths, arm, seed, steps):
+    if not (run / "student" / "config.json").exists():
+        _distill(run, args, paths, arm, seed, steps)
+    seconds = demo_report.read_run(arm, seed, run / "metrics.jsonl").seconds_per_step
+    results = judge(run / "student", *read(paths.folder, "texts", "as_it_was"))
+    if seed:
+        shutil.rmtree(run / "student")
+    print(f"{arm}, seed {seed}: {steps} steps, {steps * seconds:.0f} s", flush=True)
+    return {"arm": arm, "seed": seed, "steps": steps, "seconds": seconds, "domains": results}
+
+
+def _distill(run, args, paths, arm, seed, steps):
     shutil.rmtree(run, ignore_errors=True)
     run.mkdir()
     config = json.loads((ROOT / "ds_configs" / "zero2.json").read_text())
@@ -275,12 +288,6 @@ def _trained(run, args, paths, arm, seed, steps):
     log = run / "log.txt"
     if demo.launch(1, flags, log, demo.num_threads(args.jobs)):
         raise SystemExit(f"benchmarks.transfer: {run} failed; {log} says why")
-    seconds = demo_report.read_run(arm, seed, run / "metrics.jsonl").seconds_per_step
-    results = judge(run / "student", *read(paths.folder, "texts", "as_it_was"))
-    if seed:
-        shutil.rmtree(run / "student")
-    print(f"{arm}, seed {seed}: {steps} steps, {steps * seconds:.0f} s", flush=True)
-    return {"arm": arm, "seed": seed, "steps": steps, "seconds": seconds, "domains": results}
 
 
 def read(folder, *names):
