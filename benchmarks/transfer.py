@@ -278,7 +278,7 @@ def _distill(run, args, paths, arm, seed, steps):
                "bf16": {"enabled": demo.teacher_dtype() == "bfloat16"}}
     (run / "ds.json").write_text(json.dumps(config))
     values = {"student": paths.student, "teacher": paths.model, "data": paths.data, "seed": seed,
-              "steps": steps, "learning_rate": args.rate, "max_length": 4 * PASSAGE,
+              "steps": steps, "learning_rate": args.rate, "max_length": 256,
               "ds_config": run / "ds.json", "output_dir": run, "export": run / "student",
               "teacher_dtype": demo.teacher_dtype()} | ARMS[arm]
     if "plugin" in values:
