@@ -114,10 +114,10 @@ def test_one_step_of_chats_from_a_live_teacher_and_a_cache(teacher, pair, tmp_pa
     data.write_text("".join(json.dumps({"text": chat}) + "\n" for chat in CHATS))
     config = ds_config(tmp_path / "ds.json", 0, 2, 2)
     flags = [f"--student={pair[1 - teacher]}", f"--data={data}", "--max_length=64", "--steps=1",
-             f"--ds_config={config}", "--num_workers=0", "--teacher_dtype=float32"]
+             f"--ds_config={config}", "--num_workers=0"]
     kept = tmp_path / "cache"
     flags.append(f"--teacher={pair[teacher]}")
-    jobs = [[*flags, f"--output_dir={tmp_path / 'live'}"],
+    jobs = [[*flags, f"--output_dir={tmp_path / 'live'}", "--teacher_dtype=float32"],
             [*flags, f"--output_dir={tmp_path / 'cached'}", f"--teacher_cache={kept}"]]
     [(codes, memory)] = ranks.run(1, learn, [
         f"--teacher={pair[teacher]}", f"--data={data}", f"--output={kept}", "--hidden",
