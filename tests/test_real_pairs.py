@@ -18,6 +18,7 @@ from isogloss.align import TokenTable, align
 from isogloss.command import CacheArgs
 from isogloss.flags.parse import parse_flags
 from isogloss.job.launch import start_distributed
+from isogloss.job.watch import end_together
 from isogloss.projection_tools.files import load_tables
 from jobs import ds_config, losses_of, run_distill
 
@@ -28,7 +29,8 @@ GEMMA_TEMPLATE = (
     "else m.role }}\n{{ m.content }}<end_of_turn>\n{% endfor %}"
     "{% if add_generation_prompt %}<start_of_turn>model\n{% endif %}")
 CHATS = [[{"role": "user", "content": f"What is {n} times 12?"},
-          {"role": "assistant", "content": f"{n} times 12 is {12 * n}. 🙂"}] for n in (3, 17)]
+          {"role": "assistant", "content": f"{n} times 12 is {12 * n}. 🙂\n\n    café"}]
+         for n in (3, 17, 200, 4096)]
 GIB = 2**30
 
 
@@ -93,35 +95,34 @@ def test_tables_are_made_in_little_memory(teacher, pair, tokenizers, tmp_path):
             if not student.special[v] and student.bytes_of(v) in ids]
     v, w = np.array(same).T
     is_shared = np.asarray(tables["cell_V"])[v] == np.asarray(tables["cell_W"])[w]
-    print(len(same), 1 - is_shared.mean())
     assert len(same) > 30_000 and is_shared.mean() > 0.99
 
 
 def learn(cache_flags, run_flags):
     """Write a cache, then run jobs on this rank; return (exit codes, bytes of memory at most)."""
     device = start_distributed()
-    cache.run(parse_flags(CacheArgs, cache_flags), device)
+    with end_together():
+        cache.run(parse_flags(CacheArgs, cache_flags), device)
     codes = run_distill(run_flags)
     return codes, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 @pytest.mark.parametrize("teacher", [0, 1])
-def test_one_step_of_texts_and_chats_from_a_live_teacher_and_a_cache(teacher, pair, texts,
-                                                                     tmp_path):
+def test_one_step_of_chats_from_a_live_teacher_and_a_cache(teacher, pair, tmp_path):
     """A cache of hidden states says what the live teacher says."""
     data = tmp_path / "data.jsonl"
-    data.write_text("".join(json.dumps({"text": text}) + "\n" for text in (*texts[:2], *CHATS)))
+    data.write_text("".join(json.dumps({"text": chat}) + "\n" for chat in CHATS))
     config = ds_config(tmp_path / "ds.json", 0, 2, 2)
     flags = [f"--student={pair[1 - teacher]}", f"--data={data}", "--max_length=64", "--steps=1",
-             f"--ds_config={config}", "--num_workers=0", "--teacher_dtype=float32"]
+             f"--ds_config={config}", "--num_workers=0"]
     kept = tmp_path / "cache"
-    jobs = [[*flags, f"--teacher={source}", f"--output_dir={tmp_path / name}"]
-            for name, source in (("live", pair[teacher]), ("cached", kept))]
+    flags.append(f"--teacher={pair[teacher]}")
+    jobs = [[*flags, f"--output_dir={tmp_path / 'live'}", "--teacher_dtype=float32"],
+            [*flags, f"--output_dir={tmp_path / 'cached'}", f"--teacher_cache={kept}"]]
     [(codes, memory)] = ranks.run(1, learn, [
         f"--teacher={pair[teacher]}", f"--data={data}", f"--output={kept}", "--hidden",
         "--teacher_dtype=float32"], jobs)
-    print(codes, memory / GIB, losses_of(tmp_path / "live"))
-    assert codes == [0, 0] and memory < 12 * GIB
+    assert codes == [0, 0] and memory < 9 * GIB
     [live], [cached] = (losses_of(tmp_path / name) for name in ("live", "cached"))
     assert 0 < live["kd"] < 20 and abs(live["kd"] - cached["kd"]) < 1e-3 * live["kd"]
     assert live["aligned_tokens"] > 0.95
