@@ -35,7 +35,7 @@ OLD_NAMES = {"student_model": "student", "teacher_model": "teacher"}
 # Flags of any command line that name a file, a directory, or a model by its directory.
 PATH_FLAGS = frozenset("""assets config data ds_config dump_losses embedding_model eval_data
     eval_task_data export golden model other output output_dir png projection recipe resume run
-    student teacher teacher_cache teacher_tokenizer texts""".split())
+    student teacher teacher_cache teacher_tokenizer texts tokenizer""".split())
 # Those that are written, over a scratch file beside them with a longer name.
 WRITTEN = frozenset(("dump_losses", "export", "output", "output_dir", "png"))
 LONGEST_NAME = 255  # bytes, of Linux's file systems
