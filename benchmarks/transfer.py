@@ -119,9 +119,9 @@ def write_plain(file, model_class, config_class, folder):
     for key in ("quantization_config", "dtype"):  # a model that was quantized is not written
         config.pop(key, None)
     model = model_class(config_class(**config)).to(torch.bfloat16)
-    _, unexpected = model.load_state_dict(read.state_dict(), strict=False)  # a head may be tied
-    if unexpected:
-        raise ValueError(f"{file}: has weights that {model_class.__name__} has not: {unexpected}")
+    missing, unexpected = model.load_state_dict(read.state_dict(), strict=False)
+    if unexpected or set(missing) - {"lm_head.weight"}:  # which is tied
+        raise ValueError(f"{file}: is no {model_class.__name__}: {missing} {unexpected}")
     model.tie_weights()
     demo.save(model, AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name), folder)
 

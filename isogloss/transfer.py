@@ -403,6 +403,9 @@ def with_new_rows(model, origins):
 def offset_of(args, origins, tokenizer, old_tokenizer, texts):
     """Choose the head's offset on texts; print bits per byte of the model, and of what it becomes.
 
+    Where the whole model is no better by it on the texts to choose on, as where the head is the
+    embedding, which it changes too, there is none.
+
     Args:
         texts: (to choose on, to report).
     Returns:
@@ -414,13 +417,18 @@ def offset_of(args, origins, tokenizer, old_tokenizer, texts):
         model.to("cuda")
     bits = {"the model as it was": bits_per_byte(model, old_tokenizer, origins.old, reported)}
     with_new_rows(model, origins)
-    bits["means of pieces"] = bits_per_byte(model, tokenizer, origins.new, reported)
+    now = partial(bits_per_byte, model, tokenizer, origins.new)
+    bits["means of pieces"] = now(reported)
+    before = now(chosen_on)
     shift, nats = choose_offset(model, tokenizer, origins, chosen_on)
     head = model.get_output_embeddings().weight
+    means = head.detach().clone()
     with torch.no_grad():
         head += shift.to(head)
-    bits[f"with {nats:g} nats less for tokens of several pieces"] = bits_per_byte(
-        model, tokenizer, origins.new, reported)
+        if now(chosen_on) >= before:
+            head.copy_(means)
+            shift, nats = 0.0, 0.0
+    bits[f"with {nats:g} nats less for tokens of several pieces"] = now(reported)
     text = ", ".join(f"{value:.3f} {what}" for what, value in bits.items())
     num_bytes = sum(len(text.encode()) for text in reported)
     print(f"bits per byte of {len(reported)} texts ({num_bytes:,} bytes): {text}", flush=True)

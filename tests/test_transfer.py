@@ -1,6 +1,7 @@
 """isogloss transfer: a model with another tokenizer keeps what it knows of the tokens both have."""
 
 import copy
+import itertools
 import json
 import shutil
 from pathlib import Path
@@ -232,6 +233,8 @@ def test_texts_longer_than_the_context_come_in_parts(tokenizers, tmp_path, capsy
 
 def test_a_head_that_lies_in_the_files_twice_stays_one(tokenizers, tmp_path, monkeypatch):
     monkeypatch.setattr("isogloss.transfer.OFFSETS", (2.0,))
+    bits = itertools.count(9.0, -1.0)  # so that the offset stays
+    monkeypatch.setattr("isogloss.transfer.bits_per_byte", lambda *_: next(bits))
     model = write_kind("llama", tokenizers[1], tmp_path / "model", tie_word_embeddings=True)
     weights = load_file(tmp_path / "model" / "model.safetensors")
     save_file(weights | {"lm_head.weight": model.lm_head.weight.detach().clone()},
@@ -241,6 +244,20 @@ def test_a_head_that_lies_in_the_files_twice_stays_one(tokenizers, tmp_path, mon
                               f"--tokenizer={tmp_path / 'new'}"])
     weights = weights_of(tmp_path / "out")
     assert torch.equal(weights["lm_head.weight"], weights["model.embed_tokens.weight"])
+
+
+def test_an_offset_that_the_whole_model_is_worse_by_is_left_out(
+        models, tokenizers, tmp_path, monkeypatch, capsys):
+    """As where the head is the embedding, which it changes too; here by far too large a one."""
+    monkeypatch.setattr("isogloss.transfer.OFFSETS", (40.0,))
+    tokenizers[0].save_pretrained(tmp_path / "new")
+    more = [f"--model={models[1]}", f"--tokenizer={tmp_path / 'new'}"]
+    command.tool("transfer", [*more, f"--output={tmp_path / 'out'}"])
+    assert "with 0 nats less" in capsys.readouterr().out
+    command.tool("transfer", [*more, f"--output={tmp_path / 'plain'}", "--head_offset=false"])
+    plain = weights_of(tmp_path / "plain")
+    assert all(torch.equal(weight, plain[name])
+               for name, weight in weights_of(tmp_path / "out").items())
 
 
 def test_the_code_of_a_model_comes_along(models, tmp_path):
