@@ -111,7 +111,7 @@ def test_what_is_no_distribution_is_refused(change, expected):
 def test_metrics_that_an_answer_does_not_tell_are_null(output_topk, num_given, known):
     spec = ServedSpec("http://host", 11, output_topk=output_topk, num_given=num_given)
     assert spec.asks_ahead != bool(num_given)
-    setup = SimpleNamespace(spec=spec, loss=DistillationLoss(None))
+    setup = SimpleNamespace(spec=spec, loss=DistillationLoss(None), speculation=None)
     teacher = ModelSums(nats=3.0, num_bytes=2, correct=1, entropy=2.0, tokens=2)
     pair = PairSums(kd=3.0, kd_terms=2, agree=1, starts=2)
     _, [metrics] = metrics_of(EvaluationSums(teachers=[teacher], pairs=[pair]), [setup])
