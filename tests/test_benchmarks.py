@@ -351,6 +351,7 @@ def test_what_a_transferred_model_wins_back_is_a_table(models, tokenizers, tmp_p
     args = transfer.Args(model=models[0], tokenizer=str(tmp_path / "tokenizer"), name="toy",
                          arms="1,2,3", steps=2, jobs=1, shows=False)
     monkeypatch.setattr(transfer, "ProcessPoolExecutor", lambda *_: ThreadPoolExecutor(1))
+    monkeypatch.setattr(transfer, "WRITTEN", 20)
     for _ in range(2):  # the second time nothing is left to do
         transfer.main(args)
         printed = capsys.readouterr().out
@@ -369,6 +370,8 @@ def test_shares_agreement_and_intervals_are_by_their_definitions():
     assert transfer.per_byte([rows], "x") == pytest.approx(40 / 30)
     assert transfer.per_byte([rows, more], "x") == pytest.approx(50 / 30)
     assert transfer.agreement([rows, more], "x") == pytest.approx(5 / 12)
+    assert transfer.agree("2074", "207468") and transfer.agree("2074", "20")
+    assert not transfer.agree("2074", "2075")
     # of one row alone the gain is 10 / 10 or 10 / 20 bits per byte, of both 20 / 30
     low, high = transfer.interval([more], [rows], "x")
     assert (low, high) == (pytest.approx(0.5), pytest.approx(1.0))
