@@ -223,18 +223,20 @@ def judged(path, texts):
     for first in range(0, len(rows), JUDGED):
         some = [torch.tensor(ids) for ids in rows[first : first + JUDGED]]
         logits = model(torch.nn.utils.rnn.pad_sequence(some, batch_first=True)).logits
-        results += map(partial(_judged, table), some, logits)
+        results += map(partial(_judged, table), texts[first:], some, logits)
     return results
 
 
-def _judged(table, ids, logits):
+def _judged(table, text, ids, logits):
     logits = logits[: len(ids) - 1]
     bits = float(torch.nn.functional.cross_entropy(logits, ids[1:], reduction="sum"))
-    ends = np.cumsum([len(table.bytes_of(token)) for token in ids[1:].tolist()])
-    begins = [0, *ends[:-1].tolist()]
+    size = len(text.encode())
+    # from the end: a tokenizer may write a space in front that the text has not
+    sizes = [len(table.bytes_of(token)) for token in ids[1:].tolist()]
+    begins = size - np.cumsum(sizes[::-1])[::-1]
     likely = [table.bytes_of(token) for token in logits.argmax(-1).tolist()]
-    places = {place: said.hex() for place, said in zip(begins, likely) if place > 0}
-    return bits / math.log(2), int(ends[-1]), places
+    places = {int(place): said.hex() for place, said in zip(begins, likely) if place > 0}
+    return bits / math.log(2), size, places
 
 
 def agree(first, second):

@@ -4,6 +4,7 @@ Of a GPU's day without a GPU: its order, its outcomes, its record, and a rehears
 """
 
 import json
+import math
 import os
 import re
 import runpy
@@ -12,6 +13,7 @@ import sys
 from concurrent.futures import ThreadPoolExecutor
 from itertools import product
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -372,6 +374,12 @@ def test_shares_agreement_and_intervals_are_by_their_definitions():
     assert transfer.agreement([rows, more], "x") == pytest.approx(5 / 12)
     assert transfer.agree("2074", "207468") and transfer.agree("2074", "20")
     assert not transfer.agree("2074", "2075")
+    # a space that the tokenizer writes in front moves no place
+    words = SimpleNamespace(bytes_of=[b"", b" a", b"bc", b"d"].__getitem__)
+    logits = 50 * torch.eye(4)[[1, 3, 2, 0]]
+    bits, size, places = transfer._judged(words, "abcd", torch.tensor([0, 1, 2, 3]), logits)
+    assert (size, places) == (4, {1: b"d".hex(), 3: b"bc".hex()})
+    assert bits == pytest.approx(100 / math.log(2))
     # of one row alone the gain is 10 / 10 or 10 / 20 bits per byte, of both 20 / 30
     low, high = transfer.interval([more], [rows], "x")
     assert (low, high) == (pytest.approx(0.5), pytest.approx(1.0))
