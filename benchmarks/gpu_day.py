@@ -253,9 +253,8 @@ def child_environment():
 
 def run_part(name, part, out, seconds, variables):
     """Run a part in a process of its own; return its line, also if it crashed or took too long."""
-    if STUDIES[name].needs_model and (reason := missing_of_model()):
-        append(out, {"study": name, "part": part, "result": "skipped", "reason": reason})
-        return read_lines(out / LINES)[-1]
+    if STUDIES[name].needs_model and (reason := missing_of_model()):  # not kept: it was not tried
+        return {"study": name, "part": part, "result": "skipped", "reason": reason}
     command = [sys.executable, "-m", "benchmarks.gpu_day", "--here", json.dumps([name, part]),
                "--out", str(out)]
     before = len(read_lines(out / LINES))

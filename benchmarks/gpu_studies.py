@@ -317,7 +317,7 @@ def flags_to_learn(place, study, steps, **flags):
                                               "bf16": {"enabled": True}}))
     return {"student": folder / "student", "teacher": folder / "model",
             "data": folder / "learned.jsonl", "ds_config": ds_config, "steps": steps,
-            "learning_rate": RATES[study], "teacher_dtype": "bfloat16",
+            "learning_rate": 1e-2 if place.tiny else RATES[study], "teacher_dtype": "bfloat16",
             "max_length": TINY_LENGTH if place.tiny else LEARNED_LENGTH,
             "output_dir": place.folder / f"run-{os.getpid()}-{next(RUNS)}"} | flags
 
@@ -389,7 +389,7 @@ def won_back(folder, results):
         figures["as_it_was"][domain] = round(best, 3)
         for kind in ("bits", "won_back", "agreement"):
             figures[kind][domain] = {}
-        for step, result in ({0: before} | results).items():
+        for step, result in ({"0": before} | results).items():
             bits = transfer.per_byte([result], domain)
             figures["bits"][domain][step] = round(bits, 3)
             figures["won_back"][domain][step] = round((worst - bits) / (worst - best), 3)
