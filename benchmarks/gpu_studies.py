@@ -366,10 +366,10 @@ def another_tokenizer(place, **flags):
     if not flags.get("kd_weight", 1):
         save(folder, "text", last)
     elif text.exists():
-        baseline = transfer.read(folder, "text")
-        figures["over_text"] = {
-            domain: [round(float(end), 4) for end in transfer.interval(baseline, [last], domain)]
-            for domain in last}
+        figures["over_text"] = {}
+        for domain in last:
+            low, high = transfer.interval(transfer.read(folder, "text"), [last], domain)
+            figures["over_text"][domain] = [round(low, 4), round(high, 4)]
     return figures | seconds_of(flags)
 
 
