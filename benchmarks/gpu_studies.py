@@ -317,7 +317,7 @@ def flags_to_learn(place, study, steps, **flags):
                                               "bf16": {"enabled": True}}))
     return {"student": folder / "student", "teacher": folder / "model",
             "data": folder / "learned.jsonl", "ds_config": ds_config, "steps": steps,
-            "learning_rate": 1e-2 if place.tiny else RATES[study], "teacher_dtype": "bfloat16",
+            "learning_rate": 0.1 if place.tiny else RATES[study], "teacher_dtype": "bfloat16",
             "max_length": TINY_LENGTH if place.tiny else LEARNED_LENGTH,
             "output_dir": place.folder / f"run-{os.getpid()}-{next(RUNS)}"} | flags
 
