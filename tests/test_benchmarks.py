@@ -18,7 +18,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from benchmarks import gpu, gpu_day, gpu_job
+from benchmarks import gpu, gpu_day, gpu_job, gpu_pack
 from conftest import ROOT
 from isogloss.models.compiler import missing_compiler
 
@@ -182,7 +182,7 @@ def test_without_a_gpu_it_ends_in_one_line(tmp_path):
 
 def test_an_unknown_study_is_named(monkeypatch):
     monkeypatch.setattr(sys, "argv", ["gpu_day.py", "--studies", "loss,ipc"])
-    with pytest.raises(SystemExit, match="--studies ipc: expected some of step, pairs, "):
+    with pytest.raises(SystemExit, match="--studies ipc: expected some of transfer, draft, "):
         gpu_day.main()
 
 
@@ -225,6 +225,33 @@ def test_a_part_that_hangs_or_dies_leaves_a_line(seconds, variables, reason, tmp
     line = gpu_day.run_part("resume", "bf16", tmp_path, seconds, dict(os.environ) | variables)
     assert (line["result"], line["reason"]) == ("failed", reason)
     assert (tmp_path / gpu_day.LOG).exists()
+
+
+def test_a_study_of_a_real_model_is_skipped_until_all_parts_of_its_file_are_there(
+        tmp_path, monkeypatch):
+    """Nothing is started; what the parts hold, one behind the other, is the file."""
+    monkeypatch.setattr(gpu_day, "MODEL", tmp_path / ".gpu_model")
+    monkeypatch.setattr(gpu_pack, "PART_BYTES", 10)
+    monkeypatch.setattr(gpu_day.subprocess, "Popen", None)
+
+    def reason():
+        line = gpu_day.run_part("draft", "text alone", tmp_path, 60, {})
+        assert line["result"] == "skipped" and not (tmp_path / gpu_day.LINES).exists()
+        return line["reason"]
+
+    assert reason() == "no .gpu_model: make gpu-pack MODEL=1 makes it"
+    content = bytes(range(25))
+    (tmp_path / "file").write_bytes(content)
+    assert gpu_pack.split(tmp_path / "file", gpu_day.MODEL) == [9, 9, 7]
+    parts = sorted(gpu_day.MODEL.iterdir())
+    assert b"".join(path.read_bytes() for path in parts) == content
+    assert gpu_day.missing_of_model() == ""
+    parts[0].unlink()
+    assert reason() == ".gpu_model has no 1of3"
+    parts[2].unlink()
+    assert reason() == ".gpu_model has no 1of3, 3of3"
+    with pytest.raises(TypeError):  # the others begin
+        gpu_day.run_part("resume", "bf16", tmp_path, 60, {})
 
 
 def test_every_outcome_has_its_line(tmp_path, monkeypatch):
@@ -292,6 +319,31 @@ def test_a_day_is_rehearsed_whole(tmp_path):
     assert all(line["worst_difference"] == 0 for (name, _), line in results.items()
                if name == "same")  # both on CPUs here
     assert results["step", "default"]["tokens_per_second"] > 0
+    for (name, part), line in results.items():
+        if name == "transfer":
+            assert all(set(of) == {"0", "1", "2"} and of["0"] != of["2"]
+                       for of in line["bits"].values())
+            assert ("over_text" in line) == (part != "text alone")
+        if name == "draft":
+            assert line["before"] != line["after"] and len(line["after"]) == 4
+
+
+def test_shares_are_of_what_new_tokens_cost_and_a_wide_figure_is_split(tmp_path):
+    from benchmarks import gpu_studies
+
+    texts = {"bytes": [10, 20], "agree": [1, 2], "asked": [4, 2]}
+    for name, bits in (("as_it_was", [10, 20]), ("before", [20, 40])):
+        gpu_studies.save(tmp_path, name, {"stories": texts | {"bits": bits}})
+    later = {"stories": texts | {"bits": [15, 20], "agree": [4, 2]}}
+    figures = gpu_studies.won_back(tmp_path, {"20": later})
+    assert figures == {
+        "as_it_was": {"stories": 1.0}, "bits": {"stories": {"0": 2.0, "20": 1.167}},
+        "won_back": {"stories": {"0": 0.0, "20": 0.833}},
+        "agreement": {"stories": {"0": 0.5, "20": 1.0}}}
+    wide = {"study": "transfer", "bits": {domain: {"0": 1.5} for domain in ("pages", "its words")}}
+    shown = gpu_day.figures_of(wide | {"other": {"a" * 30: 1, "b" * 30: 2}})
+    assert shown == {"bits": '{"pages": {"0": 1.5}, "its words": {"0": 1.5}}',
+                     f"other {'a' * 30}": "1", f"other {'b' * 30}": "2"}
 
 
 def test_shared_memory_is_checked_in_both_directions():
