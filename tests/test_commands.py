@@ -40,7 +40,7 @@ NO_COMMANDS = "@software", "data:", "loss = ", "rho_t = ", "--rollout_command "
 # What a rank of the tests has in its environment, and a program that a user starts has not.
 OF_RANKS = "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_SIZE", "MASTER_ADDR", "MASTER_PORT"
 # Pages whose programs run in processes of their own; the others share those of warm ranks.
-FRESH = "docs/caches.md", "docs/running.md"
+FRESH = "docs/teachers.md", "docs/evaluate.md"
 # {what a command begins with: why it does not run here}
 NOT_RUN = {
     "make": "installs from the network; what it runs are tests, or the demo, of test_demo.py",
