@@ -2,8 +2,8 @@
 
 README.md and those of ds_configs/ and recipes/ become pages, and so does every file of the
 repository that a page links to, so that the strict build checks these links as well.  The log is
-no part of the site: links into it lead to the repository.  The pages of flags and of the modules to copy hold docstrings as they stand: their formulas and columns would not
-survive Markdown.
+no part of the site: links into it lead to the repository.  The pages of flags and of the modules to
+copy hold docstrings as they stand: their formulas and columns would not survive Markdown.
 Nothing of the project is imported, so a site is built without torch.
 """
 

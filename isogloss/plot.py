@@ -5,7 +5,7 @@
 
 A metric is a key of metrics.jsonl, or the end of one: `student_bits_per_byte` finds
 `eval/student_bits_per_byte`, and `kd` finds `kd`, or with several teachers `kd/A` and `kd/B`, each
-in a panel of its own.  docs/evaluate.md lists them.  Of a run's name the part is shown that differs.
+in a panel of its own (docs/evaluate.md).  Of a run's name the part is shown that differs.
 
 Tests: tests/test_plot.py.
 """

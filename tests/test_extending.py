@@ -1,4 +1,4 @@
-"""docs/architecture.md: its code runs as it stands; every metric of a run is on docs/evaluate.md."""
+"""Code of docs/architecture.md runs as it stands; every metric of a run is on docs/evaluate.md."""
 
 import re
 import shutil

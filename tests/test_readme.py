@@ -81,7 +81,7 @@ def test_flags_and_targets_that_the_text_names_exist():
     known |= {"show", "html"}  # of align.py
     known |= {"memory", "sleep", "master_port", "launcher"}  # of our writer, of the launcher
     for page in PAGES:
-        if page.parent.name == "docs" and page.name != "LOG.md" or page.name == "README.md":
+        if page.parent in (ROOT, ROOT / "docs") and page.name not in ("LOG.md", "CONTRIBUTING.md"):
             for flag in re.findall(r"`--([a-z]\w*)(?![-\w])", page.read_text()):
                 assert flag in known, (flag, page)
     makefile = (ROOT / "Makefile").read_text()
@@ -115,7 +115,8 @@ def test_tables_agree_with_the_log():
     # the table of a GPU is made of docs/log/gpu_day.json, see test_benchmarks.py
     losses = re.findall(r"(?:^\|.*\n)+", sections["Losses compared"], re.M)
     assert len(losses) == 2
-    for path in re.findall(r"(?:benchmarks|tests)/\w+\.py", sections["Newest figure of each claim"]):
+    claims = sections["Newest figure of each claim"]
+    for path in re.findall(r"(?:benchmarks|tests)/\w+\.py", claims):
         assert (ROOT / path).exists(), path
     for line in chain(*(table.splitlines()[2:] for table in losses)):
         name, *gains = cells_of(line)
