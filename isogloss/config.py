@@ -30,7 +30,7 @@ LOWEST_TEMPERATURE = NUMBERS["temperature"].low
 AUTO_WEIGHT = -1.0  # --matched_weight: as large as the common part of the teacher's vocabulary
 LEAST_AUTO_MIB, MOST_AUTO_MIB = 512, 4096  # of --loss_memory_mib auto.  Not tuned.
 
-FIRST_COMMAND = ("deepspeed distill.py --ds_config ds_configs/zero2.json --learning_rate 1e-4 "
+FIRST_COMMAND = ("isogloss-distill --ds_config ds_configs/zero2.json --learning_rate 1e-4 "
                  "--student HuggingFaceTB/SmolLM2-135M --teacher Qwen/Qwen3-0.6B "
                  "--data corpus.jsonl")
 
