@@ -28,7 +28,8 @@ LOG = (ROOT / "docs" / "LOG.md").read_text()
 ARCHITECTURE = (ROOT / "docs" / "architecture.md").read_text()
 MONTHS = sorted((ROOT / "docs" / "log").glob("*.md"))
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), *MONTHS,
-         ROOT / "ds_configs/README.md", ROOT / "recipes/README.md", ROOT / "CONTRIBUTING.md"]
+         ROOT / "ds_configs/README.md", ROOT / "recipes/README.md", ROOT / "CONTRIBUTING.md",
+         ROOT / "CHANGELOG.md"]
 
 
 def code_blocks(kind, text=README):
@@ -81,7 +82,7 @@ def test_flags_and_targets_that_the_text_names_exist():
     known |= {"show", "html"}  # of align.py
     known |= {"memory", "sleep", "master_port", "launcher"}  # of our writer, of the launcher
     for page in PAGES:
-        if page.parent in (ROOT, ROOT / "docs") and page.name not in ("LOG.md", "CONTRIBUTING.md"):
+        if page == ROOT / "README.md" or (page.parent.name == "docs" and page.name != "LOG.md"):
             for flag in re.findall(r"`--([a-z]\w*)(?![-\w])", page.read_text()):
                 assert flag in known, (flag, page)
     makefile = (ROOT / "Makefile").read_text()
@@ -151,6 +152,19 @@ def test_links_lead_somewhere(page):
     defined = set(re.findall(r"^\[([\w-]+)\]: https://\S+$", text, re.M))
     used = set(re.findall(r"\]\[([\w-]+)\]", text))
     assert used == defined
+
+
+def test_entries_of_the_log_are_in_its_index_and_found_from_code():
+    headings = {}
+    for path in MONTHS:
+        headings[path.name] = re.findall(r"^## [\d-]+: (.*)$", path.read_text(), re.M)
+        anchors = [slug(line) for line in re.findall(r"^## (.*)$", path.read_text(), re.M)]
+        assert re.findall(rf"\(log/{path.name}#(.*?)\)", LOG) == anchors
+    for name in tracked_files():
+        if name.endswith(".py") and (ROOT / name).exists():
+            text = (ROOT / name).read_text()
+            for file, entry in re.findall(r'docs/log/([\w-]+\.md), "([^"\\]+)"', text):
+                assert " ".join(entry.split()) in headings[file], (name, entry)
 
 
 # COMMIT:PATH is a file of that commit, `git show` finds it
