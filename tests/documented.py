@@ -42,6 +42,7 @@ def in_checkout(line):
     """Return a command of an installation as it is in a checkout; other lines stay."""
     line = re.sub(r"^isogloss-distill((?: --(?:num_gpus|hostfile|master_addr) \S+)*) ",
                   r"deepspeed\1 distill.py ", line)
+    line = re.sub(r"^isogloss (?=\w+)", "python -m isogloss.command ", line)
     return re.sub(r"^isogloss-(\w+) ", r"python -m isogloss.\1 ", line)
 
 

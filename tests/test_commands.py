@@ -80,7 +80,7 @@ REPLACED = {
 }
 # {what is made for the tests: the names under which commands know it}
 INPUTS = {
-    "student": """S A E DIR smollm2 openai-community/gpt2 HuggingFaceTB/SmolLM2-135M
+    "student": """S A E M DIR smollm2 openai-community/gpt2 HuggingFaceTB/SmolLM2-135M
         HuggingFaceTB/SmolLM2-1.7B HuggingFaceTB/SmolLM2-1.7B-Instruct Qwen/Qwen3-1.7B""",
     "teacher": """T B llama3 qwen2 gpt2 Qwen/Qwen2-0.5B Qwen/Qwen3-0.6B Qwen/Qwen3-4B
         Qwen/Qwen3-8B meta-llama/Llama-3.1-70B-Instruct""",

@@ -80,7 +80,8 @@ def test_flags_and_targets_that_the_text_names_exist():
     for kind in kinds:
         known |= set(kind.__dataclass_fields__)
     known |= {"show", "html"}  # of align.py
-    known |= {"memory", "sleep", "master_port", "launcher"}  # of our writer, of the launcher
+    known |= {"memory", "sleep"}  # of vLLM's writer
+    known |= {"master_port", "launcher", "num_gpus"}  # of DeepSpeed's launcher
     for page in PAGES:
         if page == ROOT / "README.md" or (page.parent.name == "docs" and page.name != "LOG.md"):
             for flag in re.findall(r"`--([a-z]\w*)(?![-\w])", page.read_text()):
