@@ -1,9 +1,9 @@
 """Complete the site of `mkdocs.yml` with pages that lie elsewhere or come from the code.
 
 README.md and those of ds_configs/ and recipes/ become pages, and so does every file of the
-repository that a page links to, so that the strict build checks these links as well.  The pages of
-flags and of the modules to copy hold docstrings as they stand: their formulas and columns would not
-survive Markdown.
+repository that a page links to, so that the strict build checks these links as well.  The log is
+no part of the site: links into it lead to the repository.  The pages of flags and of the modules to
+copy hold docstrings as they stand: their formulas and columns would not survive Markdown.
 Nothing of the project is imported, so a site is built without torch.
 """
 
@@ -20,6 +20,7 @@ PAGES = {"project.md": "README.md", "configurations.md": "ds_configs/README.md",
 MODULES = ("align", "align_dp", "losses", "translation", "spelling", "cross_tokenizer", "tiles",
            "rollout")
 SOURCES = "source"
+LOG = ("docs/LOG.md", "docs/log/")
 LINK = re.compile(r"(\]\()([^)\s#]+)((?:#[^)\s]*)?\))")
 LANGUAGES = {".py": "python", ".json": "json", ".toml": "toml", ".yaml": "yaml", ".yml": "yaml"}
 
@@ -28,7 +29,8 @@ def on_files(files, config):
     """Add the pages that are not in docs/."""
     for page, path in PAGES.items():
         text = (ROOT / path).read_text(encoding="utf-8")
-        files.append(File.generated(config, page, content=relocated(text, path, page)))
+        text = relocated(text, path, page, config.repo_url)
+        files.append(File.generated(config, page, content=text))
     for name in MODULES:
         files.append(File.generated(config, f"api/{name}.md", content=module_page(name)))
     files.append(File.generated(config, "flags.md", content=flags_page()))
@@ -43,7 +45,7 @@ def on_page_markdown(markdown, page, config, files):
     uri = page.file.src_uri
     if uri in PAGES or uri.startswith((SOURCES, "api/")):
         return markdown
-    return relocated(markdown, f"docs/{uri}", uri)
+    return relocated(markdown, f"docs/{uri}", uri, config.repo_url)
 
 
 def on_page_content(html, page, config, files):
@@ -56,18 +58,21 @@ def on_page_content(html, page, config, files):
     return re.sub(r"<pre.*?</pre>|<code>([^<]*)</code>", replace, html, flags=re.DOTALL)
 
 
-def relocated(text, path, page):
+def relocated(text, path, page, repository):
     """Return the text of a file of the repository with the links that its page needs.
 
     Args:
         path: of the file in the repository; its links are relative to it.
         page: name of the page.
+        repository: its address, for links into the log.
     """
     def replace(match):
         before, link, after = match.groups()
         if "://" in link or link.startswith("mailto:"):
             return match.group()
         target = posixpath.normpath(posixpath.join(posixpath.dirname(path), link))
+        if target.startswith(LOG):
+            return f"{before}{repository}/blob/main/{target}{after}"
         target_page = page_of(target)
         return before + posixpath.relpath(target_page, posixpath.dirname(page) or ".") + after
 

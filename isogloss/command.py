@@ -145,7 +145,7 @@ class CacheArgs:
         0, "of the draws, which depend on it and the text alone.", low=0, high=2**32 - 2**16)
     logp_bits: int = flag(
         16, "bits of each of their log-probabilities: 16 (steps of a thousandth nat) or 32; 8: "
-        "about so many for a token in all, its id included (docs/caches.md).")
+        "about so many for a token in all, its id included (docs/teachers.md).")
     temperature: float = flag(
         1.0, "of the losses that will read the cache: the mass of all other tokens is kept at "
         "this temperature and at 1.")

@@ -30,7 +30,7 @@ LOWEST_TEMPERATURE = NUMBERS["temperature"].low
 AUTO_WEIGHT = -1.0  # --matched_weight: as large as the common part of the teacher's vocabulary
 LEAST_AUTO_MIB, MOST_AUTO_MIB = 512, 4096  # of --loss_memory_mib auto.  Not tuned.
 
-FIRST_COMMAND = ("deepspeed distill.py --ds_config ds_configs/zero2.json --learning_rate 1e-4 "
+FIRST_COMMAND = ("isogloss-distill --ds_config ds_configs/zero2.json --learning_rate 1e-4 "
                  "--student HuggingFaceTB/SmolLM2-135M --teacher Qwen/Qwen3-0.6B "
                  "--data corpus.jsonl")
 
@@ -137,7 +137,7 @@ class ModelFlags:
     pipeline_parallel: int = flag(
         1, "neighboring ranks that hold some of the student's layers each, as stages of a "
         "pipeline. Needs ZeRO stage 1 and as many gradient_accumulation_steps. See "
-        "docs/parallelism.md.", low=1, high=2**16, free=True)
+        "docs/scale.md.", low=1, high=2**16, free=True)
     activation_checkpointing: bool = flag(
         False, "recompute the student's activations in backward instead of keeping them.",
         free=True)
@@ -395,7 +395,7 @@ class TeacherFlags:
         low=0, high=1, key="ema")
     teacher_tokenizer: str = flag(
         "", "hub id or directory of a served teacher's tokenizer and config; no weights are read. "
-        "See docs/served.md.", key="tokenizer")
+        "See docs/teachers.md.", key="tokenizer")
     teacher_timeout: float = flag(
         600.0, "seconds for a request to a served teacher, all tries together; then the job ends. "
         "1 to 1500.", low=1, high=1500, free=True)
@@ -476,7 +476,7 @@ class TaskFlags:
     eval_tasks: str = flag(
         "", "tasks that the student is judged by, with commas: mmlu, mmlu_continuation, lambada, "
         "gsm8k, humaneval_plus, mbpp_plus, or lm_eval:NAME for one of lm-evaluation-harness. See "
-        "docs/tasks.md.", free=True)
+        "docs/evaluate.md.", free=True)
     eval_task_every: int = flag(
         0, "steps between two of these evaluations. 0 evaluates before the first and after the "
         "last step only.", low=0, high=10**12, free=True)
@@ -508,7 +508,7 @@ class RunFlags:
         "", "YAML file of flags, as in recipes/; those of the command line win.", free=True)
     plugin: str = flag(
         "", "Python files of your own, with commas, that are run before anything else and add a "
-        "loss or a kind of teachers to our tables. See docs/extending.md.", free=True)
+        "loss or a kind of teachers to our tables. See docs/architecture.md.", free=True)
     ds_config: str = flag(
         "ds_configs/zero2.json", "DeepSpeed JSON; see ds_configs/README.md.", free=True)
     learning_rate: float = flag(
@@ -534,7 +534,7 @@ class RunFlags:
         low=0, high=2**20, free=True)
     eval_draft: bool = flag(
         False, "measure at every held-out evaluation how good a draft of the teacher the student "
-        "is in speculative decoding; the teacher's whole rows are needed. See docs/metrics.md.",
+        "is in speculative decoding; the teacher's whole rows are needed. See docs/evaluate.md.",
         free=True)
     save_every: int = flag(
         0, "steps between checkpoints. 0 saves after the last step and on SIGTERM, SIGINT and "
@@ -560,7 +560,7 @@ class RunFlags:
     dump_losses: str = flag(
         "", "directory for one .safetensors a micro-batch and rank: ids, chunks, and the loss of "
         "each chunk, to compare another system with. It waits for the device. See "
-        "docs/metrics.md. Empty: none.", free=True)
+        "docs/evaluate.md. Empty: none.", free=True)
     log_comms: bool = flag(
         False, "time every collective of the engine and of sequence-parallel attention for 100 "
         "steps, which slows them down, and print a summary.", free=True)

@@ -30,7 +30,7 @@ class Run:
         arm: what it was trained by.
         seed: of the student's weights, the data order and dropout.
         step_seconds: wall time of each training step; start and evaluations are no part of it.
-        evaluations: held-out lines of metrics.jsonl by rising step; keys as in docs/metrics.md.
+        evaluations: held-out lines of metrics.jsonl by rising step; keys as in docs/evaluate.md.
     """
 
     arm: str

@@ -5,7 +5,7 @@
 
 A metric is a key of metrics.jsonl, or the end of one: `student_bits_per_byte` finds
 `eval/student_bits_per_byte`, and `kd` finds `kd`, or with several teachers `kd/A` and `kd/B`, each
-in a panel of its own.  docs/metrics.md lists them.  Of a run's name the part is shown that differs.
+in a panel of its own (docs/evaluate.md).  Of a run's name the part is shown that differs.
 
 Tests: tests/test_plot.py.
 """
@@ -99,7 +99,7 @@ def timeline(lines):
 class Args:
     """Draw the curves of runs, named before the flags: python -m isogloss.plot runs/a runs/b."""
 
-    metrics: str = flag(DEFAULT, "of docs/metrics.md, or the ends of their names, with commas.")
+    metrics: str = flag(DEFAULT, "of docs/evaluate.md, or the ends of their names, with commas.")
     png: str = flag("", "picture to write beside what is printed, .png, .svg or .pdf; empty: none.")
 
     timeline: bool = flag(False, "draw who waits for whom in the last steps of one run.")

@@ -3,7 +3,7 @@
     python -m isogloss.tasks --model DIR --tasks mmlu,lambada [--data DIR] [--shots 5]
     torchrun --nproc_per_node 4 -m isogloss.tasks --model DIR --tasks gsm8k
 
-docs/tasks.md says what the tasks are.
+docs/evaluate.md says what the tasks are.
 
 Tests: tests/test_tasks.py.
 """

@@ -1,5 +1,5 @@
 #!/bin/bash
-# A recipe on several nodes under Slurm; see docs/multi_node.md.  Rehearsed on CPUs with
+# A recipe on several nodes under Slurm; see docs/scale.md.  Rehearsed on CPUs with
 # stand-ins for srun and scontrol; not yet run under Slurm.
 #
 #   sbatch --nodes 4 recipes/slurm.sh recipes/llama_3.1_70b_to_8b.yaml [--flag value ...]
@@ -22,7 +22,7 @@ export MASTER_PORT=$((20000 + SLURM_JOB_ID % 10000))
 export ISOGLOSS_TOKEN=$(head -c 32 /dev/urandom | base64)  # by which ranks know one another
 GPUS=${SLURM_GPUS_ON_NODE:-8}
 
-# Which network NCCL takes; see docs/multi_node.md before you uncomment a line.
+# Which network NCCL takes; see docs/scale.md before you uncomment a line.
 #export NCCL_SOCKET_IFNAME=ib0
 #export NCCL_IB_HCA=mlx5
 #export NCCL_DEBUG=INFO

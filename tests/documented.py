@@ -34,12 +34,20 @@ def inline_lines(text):
     """Return what stands between backticks in the prose, but for the mere name of a program."""
     prose = re.sub(r"^```.*?^```|^    [^\n]*$", "", text, flags=re.M | re.S)
     lines = [" ".join(span.split()) for span in re.findall(r"`([^`]+)`", prose)]
-    name = r"(?:python -m|deepspeed --module)(?: \S+)?"
+    name = r"(?:python -m|deepspeed --module)(?: \S+)?|deepspeed distill\.py"
     return [line for line in lines if not re.fullmatch(name, line)]
 
 
+def in_checkout(line):
+    """Return a command of an installation as it is in a checkout; other lines stay."""
+    line = re.sub(r"^isogloss-distill((?: --(?:num_gpus|hostfile|master_addr) \S+)*) ",
+                  r"deepspeed\1 distill.py ", line)
+    line = re.sub(r"^isogloss (?=\w+)", "python -m isogloss.command ", line)
+    return re.sub(r"^isogloss-(\w+) ", r"python -m isogloss.\1 ", line)
+
+
 def documented():
-    """Return the Commands of all pages and of the heads of modules."""
+    """Return the Commands of all pages and of the heads of modules, as they are in a checkout."""
     commands = []
     for path in PAGES + MODULES:
         text = path.read_text()
@@ -51,6 +59,8 @@ def documented():
             lines = block_lines(head + "\n")
         for line in lines:
             line = re.sub(r"\s+#.*", "", line)
+            if path in PAGES:
+                line = in_checkout(line)
             if re.match(PROGRAM, line):
                 commands.append(Command(str(path.relative_to(ROOT)), line))
     return commands

@@ -13,7 +13,6 @@ import sys
 from concurrent.futures import ThreadPoolExecutor
 from itertools import product
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -416,6 +415,10 @@ def test_what_a_transferred_model_wins_back_is_a_table(models, tokenizers, tmp_p
     assert all("%" in cell for line in lines[4:] for cell in line[3:7])
 
 
+class FakeTable(list):
+    bytes_of = list.__getitem__
+
+
 def test_shares_agreement_and_intervals_are_by_their_definitions():
     from benchmarks import transfer
 
@@ -427,7 +430,7 @@ def test_shares_agreement_and_intervals_are_by_their_definitions():
     assert transfer.agree("2074", "207468") and transfer.agree("2074", "20")
     assert not transfer.agree("2074", "2075")
     # a space that the tokenizer writes in front moves no place
-    words = SimpleNamespace(bytes_of=[b"", b" a", b"bc", b"d"].__getitem__)
+    words = FakeTable([b"", b" a", b"bc", b"d"])
     logits = 50 * torch.eye(4)[[1, 3, 2, 0]]
     bits, size, places = transfer._judged(words, "abcd", torch.tensor([0, 1, 2, 3]), logits)
     assert (size, places) == (4, {1: b"d".hex(), 3: b"bc".hex()})

@@ -40,7 +40,7 @@ NO_COMMANDS = "@software", "data:", "loss = ", "rho_t = ", "--rollout_command "
 # What a rank of the tests has in its environment, and a program that a user starts has not.
 OF_RANKS = "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_SIZE", "MASTER_ADDR", "MASTER_PORT"
 # Pages whose programs run in processes of their own; the others share those of warm ranks.
-FRESH = "docs/caches.md", "docs/running.md"
+FRESH = "docs/teachers.md", "docs/evaluate.md"
 # {what a command begins with: why it does not run here}
 NOT_RUN = {
     "make": "installs from the network; what it runs are tests, or the demo, of test_demo.py",
@@ -80,7 +80,7 @@ REPLACED = {
 }
 # {what is made for the tests: the names under which commands know it}
 INPUTS = {
-    "student": """S A E DIR smollm2 openai-community/gpt2 HuggingFaceTB/SmolLM2-135M
+    "student": """S A E M DIR smollm2 openai-community/gpt2 HuggingFaceTB/SmolLM2-135M
         HuggingFaceTB/SmolLM2-1.7B HuggingFaceTB/SmolLM2-1.7B-Instruct Qwen/Qwen3-1.7B""",
     "teacher": """T B llama3 qwen2 gpt2 Qwen/Qwen2-0.5B Qwen/Qwen3-0.6B Qwen/Qwen3-4B
         Qwen/Qwen3-8B meta-llama/Llama-3.1-70B-Instruct""",

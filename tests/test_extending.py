@@ -1,4 +1,4 @@
-"""docs/extending.md: its code runs as it stands; every metric of a run is on docs/metrics.md."""
+"""Code of docs/architecture.md runs as it stands; every metric of a run is on docs/evaluate.md."""
 
 import re
 import shutil
@@ -18,7 +18,7 @@ from isogloss.teachers.protocol import load_teacher
 from jobs import losses_of, run_all, run_distill
 from wrong_input import good_line
 
-PAGE = ROOT / "docs" / "extending.md"
+PAGE = ROOT / "docs" / "architecture.md"
 
 
 def example(number, folder):
@@ -117,7 +117,7 @@ def test_a_wrong_plugin_is_one_line(tmp_path, text, expected):
 
 @pytest.mark.slow
 def test_every_metric_is_explained(argv, models, tmp_path):
-    page = (ROOT / "docs" / "metrics.md").read_text()
+    page = (ROOT / "docs" / "evaluate.md").read_text()
     explained = set(re.findall(r"`([\w/]+)`", page))
     teachers = f'[{{"model": "{models[1]}", "name": "a"}}, {{"model": "{models[1]}", "name": "b"}}]'
     several = [flag for flag in argv if not flag.startswith(("--teacher", "--output_dir"))]

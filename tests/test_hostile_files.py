@@ -335,7 +335,7 @@ def test_deep_files_of_a_model_end_with_one_line(models, tmp_path, file):
 
 # --- the list -------------------------------------------------------------------------------------
 
-# {what of others is checked, of docs/limits.md: the numbers there}
+# {what of others is checked, of docs/results.md: the numbers there}
 LIST = {
     "a model's chat template, in every command":
         [trial.TRIAL_SECONDS, trial.TRIAL_BYTES >> 30, order.CHATS_TO_TRY],
@@ -357,7 +357,7 @@ LIST = {
 def test_what_is_checked_of_others_is_listed_with_its_bounds_and_tests():
     """Nothing leaves the list without a change here."""
     listed = {}
-    for line in (ROOT / "docs" / "limits.md").read_text().splitlines():
+    for line in (ROOT / "docs" / "results.md").read_text().splitlines():
         found = re.fullmatch(r"\| (.*) \| (.*) \| \[(test_\w+.py)\]\(.*\) `(test_\w+)` \|", line)
         if found:
             what, bounds, file, test = found.groups()

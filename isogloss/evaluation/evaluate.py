@@ -67,7 +67,7 @@ class PairSums(Sums):
         projected: those where the projection maps the student's most likely token to the teacher's.
         starts: chunk starts.
         coverage: MeanSums of every metric of what the loss covers and a draft's, by name; see
-            docs/metrics.md.
+            docs/evaluate.md.
     """
 
     kd: float = 0.0
@@ -279,7 +279,7 @@ def evaluate(batches, student, setups, sequence_group=None):
 
 
 def metrics_of(sums, setups):
-    """Return (metrics of the student, [metrics of each teacher]); see docs/metrics.md.
+    """Return (metrics of the student, [metrics of each teacher]); see docs/evaluate.md.
 
     Args:
         sums: EvaluationSums; setups: as above.

@@ -132,7 +132,7 @@ class PairCounts(Sums):
             self.rest_tokens += int((alignment.student_tokens[is_many] - 1).sum())
 
     def metrics(self):
-        """Return the logged fractions, see docs/metrics.md."""
+        """Return the logged fractions, see docs/evaluate.md."""
         metrics = {"skipped_chats": int(self.skipped_chats),
                    "aligned_bytes": mean_of(self.aligned_bytes, self.read_bytes),
                    "aligned_tokens": mean_of(self.aligned_tokens, self.read_tokens)}

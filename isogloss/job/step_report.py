@@ -1,4 +1,4 @@
-"""What a step did: its metrics, read once the device has computed them; docs/metrics.md.
+"""What a step did: its metrics, read once the device has computed them; docs/evaluate.md.
 
 Tests: tests/test_transfers.py.
 """
@@ -43,7 +43,7 @@ class StepReport:
         return mean_of(self.sums_of(number).kd, self.counts.pairs[number].kd_terms)
 
     def metrics(self):
-        """Return global means, equal on every rank; see docs/metrics.md."""
+        """Return global means, equal on every rank; see docs/evaluate.md."""
         cfg = self.state.cfg
         weighted = [(cfg.ce_weight, self.ce)] if cfg.ce_weight else []
         weighted += [(weight, self.kd(number)) for number, weight in enumerate(self.kd_weights)]

@@ -1,7 +1,7 @@
 """Write what the distillation loss of each micro-batch is made of, to compare two systems.
 
 `--dump_losses DIR` writes one .safetensors a micro-batch and rank: the ids that both models read,
-their chunks, and the loss of each chunk; docs/metrics.md.  It waits for the device.
+their chunks, and the loss of each chunk; docs/evaluate.md.  It waits for the device.
 
 Tests: tests/test_loss_dump.py.
 """
@@ -64,7 +64,7 @@ class LossDump:
 
 
 def of_teacher(batch, position_N, loss_N):
-    """Return the tensors of a TeacherBatch, without its name; see docs/metrics.md."""
+    """Return the tensors of a TeacherBatch, without its name; see docs/evaluate.md."""
     student_chunk = batch.student_chunk
     loss_R = loss_N.new_zeros(student_chunk.numel()).index_put((position_N,), loss_N)
     chunks = find_chunks(student_chunk, batch.teacher_chunk)

@@ -1,6 +1,6 @@
 """List the distillation losses in one table, from which flags, checks, help and docs follow.
 
-A loss is a function of losses.py, or of your own, and one entry in `LOSSES`; see docs/extending.md.
+A loss is a function of losses.py, or yours, and one entry in `LOSSES`; see docs/architecture.md.
 """
 
 from collections.abc import Callable

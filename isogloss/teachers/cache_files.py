@@ -309,7 +309,7 @@ tags:
 {what} of {num_texts:,} texts, written by Isogloss. Its license is what those of the teacher and of
 the data allow.
 
-    deepspeed distill.py --student S --teacher_cache hf://datasets/OWNER/NAME --data ...
+    isogloss-distill --student S --teacher_cache hf://datasets/OWNER/NAME --data ...
 """
 READING = """
 Without Isogloss, the first text:

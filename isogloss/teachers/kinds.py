@@ -1,4 +1,4 @@
-"""List the kinds of teachers.  A new kind is one file and one entry here; see docs/extending.md."""
+"""List the kinds of teachers.  A new kind is one file and one entry; see docs/architecture.md."""
 
 from isogloss.teachers.cached import CacheSpec
 from isogloss.teachers.ensemble import EnsembleSpec

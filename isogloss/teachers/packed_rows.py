@@ -14,8 +14,8 @@ import zlib
 import numpy as np
 import torch
 
-STEPS = 2**14  # of probability 1; docs/caches.md says what they change
-EXTRA = 2  # weight of what a token is relevant beyond its probability; docs/caches.md, too
+STEPS = 2**14  # of probability 1; docs/teachers.md says what they change
+EXTRA = 2  # weight of what a token is relevant beyond its probability; docs/teachers.md, too
 SHIFTED = 24  # bits of the number of steps, below the shift
 MOST_NUMBERS = 2**26  # of a text, 256 each of 262,144 positions: a few bytes may stand for far more
 

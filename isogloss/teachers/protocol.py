@@ -2,7 +2,7 @@
 
 A kind is one file with these two classes and one entry in `kinds.TEACHER_KINDS`.  Whoever needs to
 know something of a teacher asks its spec; nobody else compares kinds.  The third interface, what a
-source returns, is `tiles.LogitsSource`.  See docs/extending.md.
+source returns, is `tiles.LogitsSource`.  See docs/architecture.md.
 
 Shapes: B rows, T teacher positions, W teacher vocabulary, n positions asked for.
 """

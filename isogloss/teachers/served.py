@@ -1,8 +1,8 @@
 """Ask servers what they say of the texts of a run, and check before whether one fits it.
 
-A server names the most likely tokens of each position, and the text's own.  That is what a cache of
-them holds, too: all other tokens are one event (docs/caches.md).  A step is asked about as soon as
-its texts are known, while the student trains on the step before.
+A server names the most likely tokens of each position, and the text's own.  All other tokens are
+one event, as in a cache of them (docs/teachers.md).  A step is asked about as soon as its texts
+are known, while the student trains on the step before.
 
 Shapes: N positions of a text, M tokens that an answer names at one, K kept, T positions of a batch.
 """

@@ -527,7 +527,7 @@ class RolloutSums(Sums):
         self.noncanonical += not rollout.is_canonical
 
     def metrics(self):
-        """Return the metrics, see docs/metrics.md."""
+        """Return the metrics, see docs/evaluate.md."""
         return {
             "share": mean_of(self.rollouts, self.samples),
             "skipped_prompts": int(self.skipped_prompts),
