@@ -33,17 +33,17 @@ from isogloss.data.rollouts import (
 )
 from isogloss.data.sample import TextEncoder
 from isogloss.data.workers import in_pinned_memory
+from isogloss.errors import WriterError, WriterStopped
 from isogloss.job.columns import to_device
 from isogloss.job.counts import Counts, PairCounts, Sums, global_sums, mean_of
+from isogloss.job.layout import SequenceGroup
 from isogloss.job.rendezvous import values_of_ranks
-from isogloss.job.sequence_group import SequenceGroup
 from isogloss.rollout import Prompt, write
 from isogloss.student.engine import StudentRunner
 from isogloss.student.whole_student import WholeStudent
 from isogloss.targets import rollout_nats
 from isogloss.writing.node_writer import NodeWriter
 from isogloss.writing.rollout_ratio import current_logp
-from isogloss.writing.writer_process import WriterError, WriterStopped
 
 # Steps of which the first is asked how far the student is from its teachers, which takes the
 # teachers' logits once more: 6 % of a step of small models.
