@@ -51,9 +51,7 @@ def main(cfg):
     with (watch.signal_handlers_restored(), watch.end_with_launchers(),
           guarded_monitors(cfg)):
         roles = launch.join_job(cfg.teacher_ranks if cfg.kd_weight else 0)
-        run = train_student
-        if roles and roles.role == "teacher":
-            from isogloss.teachers.remote import serve_teachers as run
+        run = build.serve_teachers if roles and roles.role == "teacher" else train_student
         with watch.end_together(roles):
             run(cfg, roles, launch.start_distributed(roles))
 
@@ -62,10 +60,7 @@ def train_student(cfg, roles, device):
     """Run a rank of the student from its inputs to its export."""
     with launch.fail_together(roles, "inputs"):
         inputs = check_inputs(cfg, device, roles)
-    if roles:
-        from isogloss.teachers.remote import announce_teachers
-
-        announce_teachers(inputs, roles)
+    build.announce_teachers(inputs, roles)
     # of dropout, different on every rank; the order of the data has a seed of its own
     transformers.set_seed(cfg.seed + dist.get_rank())
     with launch.fail_together(roles, "models"):

@@ -11,11 +11,12 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
+from isogloss import doors
 from isogloss.config import Config
 from isogloss.data.order import Places
-from isogloss.inputs import build_collator, load_batches, samples_per_step
+from isogloss.inputs import load_batches, samples_per_step
 from isogloss.job.launch import fail_together
-from isogloss.job.layout import SequenceGroup, join_sequence_group
+from isogloss.job.layout import SequenceGroup
 from isogloss.job.rendezvous import LOADING_TIMEOUT, set_timeout
 from isogloss.job.transfers import Uploads
 from isogloss.log import Taught, Waiting
@@ -112,6 +113,10 @@ class TrainState:
                 for number, setup in enumerate(self.teachers)]
 
     @property
+    def samples_per_step(self):
+        return samples_per_step(self.cfg, self.engine)
+
+    @property
     def asks_ahead(self):
         """Whether a teacher works elsewhere, beside the student, and so can be asked before."""
         return any(setup.spec.asks_ahead for setup in self.teachers)
@@ -165,6 +170,21 @@ def build_state(cfg, inputs, device, roles=None):
     return state
 
 
+def serve_teachers(cfg, roles, device):
+    """Run a rank that is for teachers alone, until the student's ranks shut down."""
+    from isogloss.teachers import remote
+
+    remote.serve_teachers(cfg, roles, device)
+
+
+def announce_teachers(inputs, roles):
+    """Tell the ranks that are for teachers alone, if there are any, what to load."""
+    if roles:
+        from isogloss.teachers import remote
+
+        remote.announce_teachers(inputs, roles)
+
+
 def load_source(spec, student):
     """Return the TeacherSource of a teacher; on a rank that computes no loss what others need."""
     if student.computes_loss:
@@ -181,7 +201,6 @@ def prepare(state, inputs, roles, stack):
         roles: Roles, where teachers have ranks of their own; else None.
         stack: ExitStack; what has to be ended is pushed on it.
     """
-    cfg = state.cfg
     if roles:
         from isogloss.teachers import remote
 
@@ -190,34 +209,7 @@ def prepare(state, inputs, roles, stack):
     stack.callback(close_teachers, state)
     with fail_together():
         checks.check_logits(state, checks.probe_ids(state.vocab).tolist())
-        if cfg.sequence_parallel > 1:
-            from isogloss.student.ulysses import check_sequence_shards
-
-            check_sequence_shards(state)
-        if cfg.pack:
-            from isogloss.student.packing import check_packing
-
-            check_packing(state)
-        writes = cfg.on_policy and not cfg.writer_command
-        if inputs.tasks or cfg.eval_samples or writes:
-            from isogloss.student.whole_student import WholeStudent
-
-            state.whole_student = WholeStudent(
-                state.engine, state.sequence_group, state.device, cfg.rollout_replica)
-        if writes or cfg.eval_samples or (inputs.tasks and inputs.tasks.writes):
-            from isogloss.student.whole_student import check_side_by_side
-
-            check_side_by_side(state)
-        if cfg.eval_samples:
-            from isogloss.evaluation.eval_samples import load_samples
-
-            state.samples = load_samples(cfg, inputs, state.whole_student)
-        if cfg.on_policy:
-            from isogloss.writing.on_policy import check_writing
-
-            state.writer = build_writer(state, inputs)
-            stack.callback(state.writer.close)
-            check_writing(state.writer)
+        doors.prepare(state, inputs, stack)
 
 
 def resume(state, inputs):
@@ -257,29 +249,9 @@ def read_batches(state, inputs, start, signals):
     if state.writer:
         state.writer.end_when(asked_to_end)
     cfg = state.cfg
-    place = state.places.before(start * samples_per_step(cfg, state.engine))
+    place = state.places.before(start * state.samples_per_step)
     return load_batches(cfg, inputs, state.engine, state.device, start, place=place,
                         asked_to_end=asked_to_end)
-
-
-def build_writer(state, inputs):
-    from isogloss.data.rollouts import build_prompter
-    from isogloss.writing.on_policy import Writer
-
-    cfg = state.cfg
-    prompter = build_prompter(cfg, inputs.student, samples_per_step(cfg, state.engine))
-    readers = state.sequence_group
-    if cfg.pipeline_parallel > 1:
-        readers = join_sequence_group(cfg.pipeline_parallel)
-    elsewhere = None
-    if cfg.writer_command:
-        from isogloss.writing.node_writer import NodeWriter
-
-        elsewhere = NodeWriter(cfg, state.engine, inputs.student, state.device)
-    return Writer(
-        cfg, state.student, inputs.student, build_collator(cfg, inputs, state.device), prompter,
-        inputs.data.held_out(cfg.rollout_eval), state.device, readers,
-        None if elsewhere else state.whole_student, elsewhere)
 
 
 def close_teachers(state):

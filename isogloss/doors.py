@@ -9,6 +9,7 @@ Tests: tests/test_doors.py.
 """
 
 import importlib
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 
@@ -19,14 +20,19 @@ class Door(NamedTuple):
         flag: what opens it.
         opens: what is behind it, a sentence.
         modules: of isogloss, the first one is what `door` returns.
+        prepares: one of them, whose `prepare(state, inputs, stack)` is called once the models are
+            loaded, if is_open(state) says so; see `build.prepare`.
     """
 
     flag: str
     opens: str
     modules: tuple
+    prepares: str = ""
+    is_open: Callable = lambda state: False
 
 
 DOORS: dict[str, Door] = {
+    "help": Door("--help", "What every flag means.", ("flags.help",)),
     # the student
     "adapters": Door("--lora_r, or a model that is an adapter",
                      "Low-rank layers beside frozen weights.", ("models.adapters",)),
@@ -40,9 +46,11 @@ DOORS: dict[str, Door] = {
     "pipeline": Door("--pipeline_parallel", "The student's layers in stages, one a rank.",
                      ("student.pipeline", "student.stages")),
     "sequence_parallel": Door("--sequence_parallel", "Sequences in shards, one a rank.",
-                              ("job.sequence_group", "student.ulysses")),
+                              ("job.sequence_group", "student.ulysses"), "student.ulysses",
+                              lambda state: state.sequence_group is not None),
     # the data
-    "packing": Door("--pack", "Several texts in a row.", ("student.packing",)),
+    "packing": Door("--pack", "Several texts in a row.", ("student.packing",), "student.packing",
+                    lambda state: state.cfg.pack),
     "streaming": Door("--streaming, --join_rows", "Rows that can only be read forward.",
                       ("data.stream",)),
     "chats": Door("rows that hold chats", "Chats by each model's template.",
@@ -75,16 +83,19 @@ DOORS: dict[str, Door] = {
     "ensemble": Door("--teacher_weights mean_p or mean_logits", "The mean of several teachers.",
                      ("teachers.ensemble",)),
     # the student writes
-    "on_policy": Door("--on_policy", "Texts of the student that teachers correct.",
-                      ("data.rollouts", "writing.on_policy", "writing.rollout_ratio",
-                       "writing.node_writer", "writing.writer_process", "writing.kept_process")),
-    "eval_samples": Door("--eval_samples", "Held-out texts that the student continues.",
-                         ("evaluation.eval_samples",)),
     "tasks": Door("--eval_tasks", "Benchmarks in between, code in a sandbox.",
                   ("evaluation.task_suite", "evaluation.task_model", "evaluation.task_options",
                    "evaluation.task_passes", "evaluation.tasks", "evaluation.harness",
                    "evaluation.code_tasks", "evaluation.code_runner", "evaluation.sandbox",
-                   "tasks")),
+                   "tasks"),
+                  "evaluation.task_suite", lambda state: state.tasks),
+    "eval_samples": Door("--eval_samples", "Held-out texts that the student continues.",
+                         ("evaluation.eval_samples",), "evaluation.eval_samples",
+                         lambda state: state.cfg.eval_samples),
+    "on_policy": Door("--on_policy", "Texts of the student that teachers correct.",
+                      ("data.rollouts", "writing.on_policy", "writing.rollout_ratio",
+                       "writing.node_writer", "writing.writer_process", "writing.kept_process"),
+                      "writing.on_policy", lambda state: state.cfg.on_policy),
     "speculation": Door("--eval_draft", "How good a draft of the teacher the student is.",
                         ("evaluation.speculation",)),
     # what a run leaves, and finds
@@ -105,3 +116,15 @@ TOOLS = (
 def door(name: str) -> Any:
     """Return the first module of a door."""
     return importlib.import_module(f"isogloss.{DOORS[name].modules[0]}")
+
+
+def prepare(state: Any, inputs: Any, stack: Any) -> None:
+    """Let the open doors make ready what they add to a run; all ranks take part.
+
+    Args:
+        state: `build.TrainState`; inputs: `inputs.RunInputs`.
+        stack: ExitStack; what has to be ended is pushed on it.
+    """
+    for its in DOORS.values():
+        if its.prepares and its.is_open(state):
+            importlib.import_module(f"isogloss.{its.prepares}").prepare(state, inputs, stack)

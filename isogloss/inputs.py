@@ -153,6 +153,10 @@ class RunInputs:
     tasks: "TaskSuite | None" = None
     router_weight: float = 0.0
 
+    def collator(self, cfg, device):
+        """Return the Collator of the run, whose Config and device these are."""
+        return build_collator(cfg, self, device)
+
 
 def check_inputs(cfg, device, roles=None):
     """Read everything but the values of the weights; whatever can be wrong is found here."""

@@ -16,7 +16,7 @@ from isogloss.errors import CannotSave
 from isogloss.evaluation.evaluate import evaluate, metrics_of
 from isogloss.flags.model_names import without_secrets
 from isogloss.flags.terminal import one_line
-from isogloss.inputs import num_readers, samples_per_step
+from isogloss.inputs import num_readers
 from isogloss.job.columns import to_device
 from isogloss.job.counts import global_sums
 from isogloss.job.launch import fail
@@ -42,7 +42,7 @@ def announce(state, inputs, start):
     for setup in state.teachers:
         model += f", teacher {setup.name} ({setup.cfg.loss}, weight {setup.cfg.kd_weight:g})"
     tell(model if state.teachers else f"{model}, no teacher (CE only)")
-    batch = samples_per_step(cfg, engine)
+    batch = state.samples_per_step
     micro_batch = engine.train_micro_batch_size_per_gpu()
     shape = f"{num_readers(cfg)} x {micro_batch} x {engine.gradient_accumulation_steps()}"
     length = f"{counted(cfg.steps, 'step')} of {counted(batch, 'sample')} ({shape})"
@@ -315,7 +315,7 @@ def save(state, step, log):
     end_unless_finite(state, step, log)
     extra = {"scales": state.scales, "taught": state.taught.terms}
     extra["due"] = [] if state.bad_steps.count else state.due
-    extra["place"] = state.places.before(good_step * samples_per_step(cfg, state.engine))
+    extra["place"] = state.places.before(good_step * state.samples_per_step)
     if state.writer:
         extra["rollouts"] = state.writer.state()
 

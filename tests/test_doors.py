@@ -39,7 +39,7 @@ def simplest(models, texts, tmp_path_factory):
     It evaluates, saves and exports.
     """
     folder = tmp_path_factory.mktemp("simplest")
-    cached_translation(Pair.load(*models))  # from here on it is on disk
+    cached_translation(Pair.load(*map(str, models)))  # from here on it is on disk
     flags = short_run(models, texts, folder, "--steps=2", "--eval_rows=4",
                       f"--export={folder / 'student'}")
     done = subprocess.run([sys.executable, "-c", PROGRAM, *flags], cwd=ROOT, text=True,

@@ -16,7 +16,7 @@ from isogloss.data.sample import TextEncoder
 from isogloss.doors import door
 from isogloss.job.rendezvous import values_of_ranks
 from isogloss.rollout import Prompt, write
-from isogloss.student.whole_student import WholeStudent
+from isogloss.student.whole_student import WholeStudent, lend
 
 REFERENCE = 300  # characters of the text itself that stand beside what the student wrote
 
@@ -61,6 +61,11 @@ class EvalSamples:
                 "ended": written.ended, "reference": self.references[number]})
         of_ranks = values_of_ranks(records)
         return sorted(itertools.chain.from_iterable(of_ranks), key=lambda record: record["row"])
+
+
+def prepare(state, inputs, stack):
+    lend(state, writes=True)
+    state.samples = load_samples(state.cfg, inputs, state.whole_student)
 
 
 def load_samples(cfg, inputs, student):

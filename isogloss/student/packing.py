@@ -5,6 +5,10 @@ import torch
 from isogloss.student.checks import TOLERANCE, all_models, evaluation_mode, refuse, student_batch
 
 
+def prepare(state, inputs, stack):
+    check_packing(state)
+
+
 def check_packing(state):
     """Raise a ValueError where a model sees across the border of packed samples.
 

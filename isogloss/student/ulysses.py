@@ -66,6 +66,10 @@ def check_sequence_layout(size, num_ranks, config):
                          "the second or is a multiple of it")
 
 
+def prepare(state, inputs, stack):
+    check_sequence_shards(state)
+
+
 def check_sequence_shards(state):
     """Raise a ValueError where cutting a text in two changes what the student says of it.
 

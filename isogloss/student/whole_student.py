@@ -37,6 +37,7 @@ class WholeStudent:
         copies: of a student that ZeRO-3 has partitioned, make a copy.
         replica: that copy, or None.
         equal_lengths: prompts of unequal lengths would disturb each other in one batch.
+        is_checked: that is known, see `lend`.
     """
 
     engine: deepspeed.DeepSpeedEngine
@@ -45,6 +46,7 @@ class WholeStudent:
     copies: bool = True
     replica: torch.nn.Module | None = None
     equal_lengths: bool = False
+    is_checked: bool = False
 
     def __post_init__(self):
         if self.is_staged() or (self.is_partitioned() and self.copies):
@@ -157,6 +159,19 @@ def refresh_from_stages(copies, engine):
             dist.broadcast(copies[name].data, source, group=grid.get_pipe_parallel_group())
 
 
+def lend(state, writes):
+    """Make the WholeStudent of a run, which several doors share; all ranks take part.
+
+    Args:
+        state: `build.TrainState`; writes: texts are written by it, not read alone.
+    """
+    if state.whole_student is None:
+        state.whole_student = WholeStudent(
+            state.engine, state.sequence_group, state.device, state.cfg.rollout_replica)
+    if writes and not state.whole_student.is_checked:
+        check_side_by_side(state)
+
+
 def check_side_by_side(state):
     """Let the student write only such texts side by side as do not disturb each other.
 
@@ -171,5 +186,6 @@ def check_side_by_side(state):
                              "tasks with written answers need it; leave these out, or let "
                              "--writer vllm write") from None
     state.whole_student.equal_lengths = equal_lengths
+    state.whole_student.is_checked = True
     if state.tasks:
         state.tasks.encoder.equal_lengths = equal_lengths
