@@ -108,7 +108,7 @@ DOORS: dict[str, Door] = {
 # What several doors use and the hall does not: they know the hall, and one another.  The tables of
 # two tokenizers, which spelling.py makes, are on disk from the second run on.
 TOOLS = (
-    "align_dp", "spelling", "rollout", "policy_losses", "job.ipc", "job.trial",
+    "align_dp", "spelling", "rollout", "policy_losses", "job.ipc",
     "student.whole_student", "teachers.group", "teachers.mixing", "teachers.text_scores",
 )
 

@@ -29,6 +29,7 @@ import torch
 from isogloss.errors import DataError
 from isogloss.job.columns import Packed, pack
 from isogloss.job.rendezvous import TRAINING_TIMEOUT
+from isogloss.job.trial import end_with
 
 PREFETCHED = 2  # batches that wait in a worker to be sent, as many as torch's loader has
 PERIOD = 1.0  # seconds between looks at the workers and at the signals
@@ -171,8 +172,6 @@ def in_pinned_memory(batch):
 
 def _work(batches, place, parent, connection):
     """Prepare and send the batches of one worker; run by its process."""
-    from isogloss.job.trial import end_with
-
     global _place
     _place = place
     end_with(parent)
