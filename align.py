@@ -53,6 +53,9 @@ TO_LATIN1 = dict.fromkeys(range(256), "\ufffd")
 TO_LATIN1 |= {ord(character): chr(byte) for character, byte in BYTE_OF_CHARACTER.items()}
 BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>\Z")  # SentencePiece byte fallback
 METASPACE = "\u2581"  # how SentencePiece writes a space
+# Roles of control tokens, which a tokenizer.json does not name.  Where one token plays several of
+# them, the first one counts.
+ROLES = ("eos", "end_of_turn", "bos", "pad", "unk")
 # control tokens that stand in the text of a message, where another tokenizer spells them letter by
 # letter
 TEXT_MARKER = re.compile(r"</?(think|reason|tool|function)\w*>\Z")
@@ -261,6 +264,13 @@ def _wordpiece_bytes(token, prefix):
     if token.startswith(prefix):
         return token.removeprefix(prefix).encode()
     return f" {token}".encode()  # its decoder writes a space before every word
+
+
+def all_bytes(table):
+    """Return the bytes of every token of a TokenTable, as a list."""
+    data = table.data.tobytes()
+    starts = table.starts.tolist()
+    return [data[start:end] for start, end in itertools.pairwise(starts)]
 
 
 def fingerprint(tokenizer):

@@ -30,7 +30,7 @@ import transformers
 
 from isogloss import build, once_in_a_while as once
 from isogloss.data.workers import end_workers
-from isogloss.errors import CannotSave, DataError
+from isogloss.errors import CannotSave, DataError, WriterError, WriterStopped
 from isogloss.inputs import check_inputs
 from isogloss.job import launch, rendezvous, watch
 from isogloss.job.counts import device_sums
@@ -39,12 +39,8 @@ from isogloss.job.step_report import StepReport, gradient_norm_of
 from isogloss.job.transfers import Moment, Readback
 from isogloss.log import Log
 from isogloss.objective.objective import LossTerms, TeacherTerm, in_windows
-from isogloss.report.media import show_report
 from isogloss.student.engine import window_ends
 from isogloss.targets import step_targets, teacher_targets, weigh_by_confidence
-from isogloss.teachers.mixing import dynamic_scale
-from isogloss.writing.rollout_ratio import weigh_by_ratio
-from isogloss.writing.writer_process import WriterError, WriterStopped
 
 # --- main -----------------------------------------------------------------------------------------
 
@@ -80,7 +76,7 @@ def train_student(cfg, roles, device):
             log = train(state, batches, held_out, start, inputs.ds_config, signals)
     with closing(log):
         once.write_results(state, inputs)
-        show_report(cfg, log, state.engine.monitor)
+        once.show_report(state, log)
     once.end_unless_taught(state)
 
 
@@ -307,6 +303,8 @@ def follow_scales(state, report):
 
     A step without a term of one of the two has no ratio, nor has one that was skipped.
     """
+    from isogloss.teachers.mixing import dynamic_scale
+
     for number, setup in enumerate(state.teachers):
         kd = report.kd(number) or 0  # None: no term
         if kd > 0 and (report.ce or 0) > 0 and state.engine.was_step_applied():
@@ -324,6 +322,8 @@ def teacher_names(state):
 def weigh_rollouts(state, micro_batches):
     """Check rollouts that were just written, weigh older ones; return (micro-batches, metrics)."""
     if micro_batches[0].rollout_age:
+        from isogloss.writing.rollout_ratio import weigh_by_ratio
+
         return weigh_by_ratio(state.cfg, state.student, micro_batches, state.sequence_group)
     metrics = {}
     if state.writer.has_other_weights():

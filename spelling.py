@@ -25,14 +25,11 @@ import numpy as np
 from tokenizers import Tokenizer, pre_tokenizers
 
 try:
-    from .align import BYTE_OF_CHARACTER, METASPACE, fingerprint
+    from .align import BYTE_OF_CHARACTER, METASPACE, ROLES, all_bytes, fingerprint
 except ImportError:  # copied beside it, not into a package
-    from align import BYTE_OF_CHARACTER, METASPACE, fingerprint
+    from align import BYTE_OF_CHARACTER, METASPACE, ROLES, all_bytes, fingerprint
 
 CHARACTER_OF_BYTE = {byte: character for character, byte in BYTE_OF_CHARACTER.items()}
-# Roles of control tokens, which a tokenizer.json does not name.  Where one token plays several of
-# them, the first one counts.
-ROLES = ("eos", "end_of_turn", "bos", "pad", "unk")
 MOST_BITS = 31  # of a number in a file, beside its sign; behind longer paths choices are asked
 MOST_TRIED = 8  # tokens behind a path, of those that begin with the rest of a student token
 WHITE_SPACE = b" \t\n\r\x0b\x0c"
@@ -41,13 +38,6 @@ WHITE_SPACE = b" \t\n\r\x0b\x0c"
 SURROGATE_BASE = 0xDC00
 SURROGATES = re.compile("[\udc80-\udcff]")
 RUNS = re.compile("[\udc80-\udcff]|[^\udc80-\udcff]+")  # one of them, or the text between
-
-
-def all_bytes(table):
-    """Return the bytes of every token of a TokenTable, as a list."""
-    data = table.data.tobytes()
-    starts = table.starts.tolist()
-    return [data[start:end] for start, end in pairwise(starts)]
 
 
 # --- spellings ------------------------------------------------------------------------------------

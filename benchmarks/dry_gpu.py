@@ -60,7 +60,7 @@ from isogloss.job.columns import put_together, take_apart
 from isogloss.objective.loss_table import LOSSES
 from isogloss.objective.objective import UNWEIGHTED, LossTerms, PairLoss, TeacherTerm
 from isogloss.student.engine import StudentWithLoss
-from isogloss.teachers.model import ModelTeacher, WholeModel
+from isogloss.teachers.engines.whole import ModelTeacher, WholeModel
 from isogloss.tile_plan import GPU_SUB_TILES
 from isogloss.tiles import Head, head_of, tiled_loss
 

@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import ClassVar
 
 from isogloss.data.mixture import sources_of
-from isogloss.data.turns import DATE
 from isogloss.flags.model_names import without_secrets
 from isogloss.flags.parse import (
+    DATE,
     check_entry,
     check_flags,
     flag,

@@ -7,3 +7,11 @@ class DataError(ValueError):
 
 class CannotSave(Exception):
     """Report a checkpoint, or another file of a run, that cannot be written; those before stay."""
+
+
+class WriterError(RuntimeError):
+    """Report that a writer has ended, does not answer, or gives another answer than expected."""
+
+
+class WriterStopped(Exception):
+    """Report that a signal asks the job to end while it waits for a writer."""

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from datetime import date
 from functools import cached_property, partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import datasets
 import numpy as np
@@ -24,7 +25,7 @@ from isogloss.checkpoints.checkpoint import (
     needs_conversion,
     position_of,
 )
-from isogloss.checkpoints.model_card import read_record
+from isogloss.checkpoints.export_files import check_results
 from isogloss.checkpoints.run_identity import checkpoint_folder, expected_identity, run_layout
 from isogloss.config import (
     LEAST_AUTO_MIB,
@@ -35,19 +36,13 @@ from isogloss.config import (
 )
 from isogloss.data import open_data, order
 from isogloss.data.batch import Collator, PairOptions
-from isogloss.data.chat import first_ids
 from isogloss.data.checks import check_column, has_text, lengths_of
 from isogloss.data.ends import load_generation, stop_ids, taught_ends
-from isogloss.data.long_texts import MOST_CHARACTERS, fits, leave_out_tails
 from isogloss.data.mixture import Mixture, Source, seed_of, sources_of
-from isogloss.data.rollouts import SkippedPrompt, build_prompter
 from isogloss.data.sample import TextEncoder
+from isogloss.data.texts import MOST_CHARACTERS, fits, leave_out_tails
 from isogloss.data.workers import Loader
 from isogloss.errors import DataError
-from isogloss.evaluation.task_model import TaskEncoder
-from isogloss.evaluation.task_options import TaskOptions
-from isogloss.evaluation.task_suite import TaskSuite, load_suite
-from isogloss.export import check_results
 from isogloss.flags.model_names import split_revision
 from isogloss.flags.parse import is_table
 from isogloss.job.layout import is_last_stage
@@ -55,19 +50,15 @@ from isogloss.job.rendezvous import values_of_ranks
 from isogloss.job.watch import print_line
 from isogloss.log import check_logs
 from isogloss.models import pretrained
-from isogloss.models.adapters import student_adapter
 from isogloss.projection_tools.tokenizers import load_tokenizer
 from isogloss.student.ds_config import batch_sizes, read_ds_config, resolve_ds_config
 from isogloss.student.ds_engine import check_with_deepspeed, compiles_adam
-from isogloss.student.router import router_weight
-from isogloss.student.stages import check_pipeline_layout
-from isogloss.student.ulysses import check_sequence_layout
 from isogloss.targets import TeacherSetup
-from isogloss.teachers.cache_files import Manifest, local_cache
-from isogloss.teachers.ensemble import EnsembleSpec
-from isogloss.teachers.mixing import vocabulary_factors
 from isogloss.teachers.model import reads_more_than_text
 from isogloss.tile_plan import CPU_SUB_TILES, GPU_SUB_TILES, MIB
+
+if TYPE_CHECKING:
+    from isogloss.evaluation.task_suite import TaskSuite
 
 PROMPTS_TO_TRY = 64  # rows of which one has to give a prompt
 AUTO_FRACTION = 1 / 8  # of a GPU's free memory, --loss_memory_mib auto.  Not tuned.
@@ -125,8 +116,12 @@ class RunData:
         streams = []
         for data, its_place in zip(self.sources, places):
             its = data.train_data, data.reader, seed_of(data.source, cfg.seed), data.first_row
-            streams.append(order.StreamedExamples(*its, its_place) if cfg.streaming
-                           else order.ShuffledExamples(*its))
+            if cfg.streaming:
+                from isogloss.data.stream import StreamedExamples
+
+                streams.append(StreamedExamples(*its, its_place))
+            else:
+                streams.append(order.ShuffledExamples(*its))
         if not is_table(cfg.data):
             return streams[0]
         return Mixture(streams, self.weights(), cfg.seed)
@@ -146,7 +141,7 @@ class RunInputs:
         checkpoint: Path to resume from, or None.
         convert: the checkpoint was written in another layout.
         tasks: TaskSuite, or None.
-        balances_experts: the student's routers have a loss.
+        router_weight: of the loss of the student's routers, 0: they have none.
     """
 
     student: TextEncoder
@@ -155,8 +150,12 @@ class RunInputs:
     data: RunData
     checkpoint: Path | None
     convert: bool = False
-    tasks: TaskSuite | None = None
-    balances_experts: bool = False
+    tasks: "TaskSuite | None" = None
+    router_weight: float = 0.0
+
+    def collator(self, cfg, device):
+        """Return the Collator of the run, whose Config and device these are."""
+        return build_collator(cfg, self, device)
 
 
 def check_inputs(cfg, device, roles=None):
@@ -172,9 +171,9 @@ def check_inputs(cfg, device, roles=None):
     student, student_config = load_text_encoder(
         "student", cfg.student, cfg.max_length, cfg.trust_remote_code, template_kwargs(cfg))
     check_student_class(cfg.student, cfg.trust_remote_code)
-    balances_experts = bool(router_weight(cfg, student_config))
-    if balances_experts and cfg.pipeline_parallel > 1:
-        balances_experts = False
+    router_weight = weight_of_routers(cfg, student_config)
+    if router_weight and cfg.pipeline_parallel > 1:
+        router_weight = 0.0
         if dist.get_rank() == 0:
             print_line(f"--student {cfg.student}: its config.json asks for the loss of its router "
                        "(output_router_logits); a pipeline learns without it")
@@ -185,8 +184,12 @@ def check_inputs(cfg, device, roles=None):
     bf16 = device.type != "cpu" and get_accelerator().is_bf16_supported()
     num_ranks = dist.get_world_size()
     if cfg.sequence_parallel > 1:
+        from isogloss.student.ulysses import check_sequence_layout
+
         check_sequence_layout(cfg.sequence_parallel, num_ranks, student_config)
     if cfg.pipeline_parallel > 1:
+        from isogloss.student.stages import check_pipeline_layout
+
         check_pipeline_layout(cfg, student_config, raw_ds_config, num_ranks, roles)
     facts = num_ranks, student_config.hidden_size, bf16
     adam = {"on_gpu": device.type == "cuda", "compiles_adam": compiles_adam()}
@@ -215,7 +218,7 @@ def check_inputs(cfg, device, roles=None):
     if convert and run_layout(cfg)["zero_stage"]:
         ds_config["checkpoint"] = ds_config.get("checkpoint", {}) | {"load_universal": True}
     inputs = RunInputs(student, teachers, ds_config, data, checkpoint, convert, tasks,
-                       balances_experts)
+                       router_weight)
     if teachers:
         check_teaching(cfg, inputs, device)
     return inputs
@@ -230,7 +233,7 @@ def check_teaching(cfg, inputs, device):
     order.check_teacher_prompts(parts)
     if all(setup.cfg.token_weights == "column" for setup in inputs.teachers):
         order.check_weights(parts)
-    prompter = build_prompter(cfg, inputs.student, 1) if cfg.on_policy == 1 else None
+    prompter = prompter_of(cfg, inputs.student, 1) if cfg.on_policy == 1 else None
     order.check_taught(parts, collator, names, prompter)
 
 
@@ -277,11 +280,15 @@ def _date_before(cfg):
     if cfg.resume not in ("auto", "never"):
         folder = Path(cfg.resume).parent.parent  # of runs/a/checkpoints/step_0000100
     if cfg.resume != "never" and any(folder.glob("run*.json")):
+        from isogloss.checkpoints.model_card import read_record
+
         _, before = read_record(folder)
         if before.chat_date:
             return before.chat_date
     for teacher_cfg in configs_by_teacher(cfg).values() if cfg.kd_weight else ():
         if teacher_cfg.teacher_cache:
+            from isogloss.teachers.cache_files import Manifest, local_cache
+
             day = Manifest.read("teacher_cache", local_cache(teacher_cfg.teacher_cache)).date
             if day:
                 return day
@@ -354,10 +361,24 @@ def check_student_class(path, trust_remote_code=False):
             "rest could not be trained; use a model of text alone (as a --teacher it would do)")
 
 
+def weight_of_routers(cfg, config):
+    """Return the weight of the loss of the student's routers; 0: it has none, or no router."""
+    asks = getattr(config, "output_router_logits", False)
+    if not (asks or cfg.router_weight > 0 or cfg.freeze_router):
+        return 0.0
+    from isogloss.student.router import router_weight
+
+    return router_weight(cfg, config)
+
+
 def load_student_tasks(cfg, student, config):
     """Return the TaskSuite of --eval_tasks, or None."""
     if not cfg.eval_tasks:
         return None
+    from isogloss.evaluation.task_model import TaskEncoder
+    from isogloss.evaluation.task_options import TaskOptions
+    from isogloss.evaluation.task_suite import load_suite
+
     try:
         options = TaskOptions(
             data=cfg.eval_task_data, shots=cfg.eval_task_shots, limit=cfg.eval_task_limit,
@@ -394,7 +415,7 @@ def check_student_weights(cfg):
         pretrained.check_random(cfg.student, cfg.trust_remote_code, cfg.attention)
     else:
         pretrained.check_weights("student", cfg.student, cfg.trust_remote_code,
-                                 student_adapter(cfg), attention=cfg.attention)
+                                 pretrained.student_adapter(cfg), attention=cfg.attention)
 
 
 def check_flash_attention(cfg, ds_config):
@@ -500,7 +521,9 @@ def open_rows(cfg, source, split, encoders):
                 raise ValueError(f"{name}: its tokenizer has no chat template, and "
                                  f"{text_key!r} holds chats; set chat_template in "
                                  "tokenizer_config.json")
-        order.check_templates(dataset, reader, encoders.values())
+        from isogloss.data.chat import check_templates
+
+        check_templates(dataset, reader, encoders.values())
     if cfg.on_policy < 1:  # else rows are prompts
         order.check_learned(dataset, reader, encoders[cfg.student], cfg.train_on)
     return dataset, reader
@@ -545,7 +568,9 @@ def check_prompts(cfg, dataset, reader, student):
         raise ValueError(f"--rollouts_per_prompt {cfg.rollouts_per_prompt}: a stream gives each "
                          "prompt once, so it has to divide the micro-batch of "
                          f"{micro_batch_size}; choose another number, or leave out --streaming")
-    prompter = build_prompter(cfg, student, 1)
+    from isogloss.data.rollouts import SkippedPrompt
+
+    prompter = prompter_of(cfg, student, 1)
     errors = []
     rows = open_data.first_rows(dataset, PROMPTS_TO_TRY, reader.text_key, cfg.data)
     for number, row in enumerate(rows):
@@ -566,6 +591,8 @@ def plan_teachers(cfg, student, encoders, device):
     # A divergence over more tokens is larger by about log W.
     factors = [1.0] * len(encoders)
     if cfg.normalize_by_vocab:
+        from isogloss.teachers.mixing import vocabulary_factors
+
         sizes = [len(encoder.table) for encoder in encoders.values()]
         factors = vocabulary_factors(sizes).tolist()
     configs = {}
@@ -583,6 +610,8 @@ def plan_teachers(cfg, student, encoders, device):
 
 def plan_ensemble(cfg, student, encoders, configs, device):
     """Return one TeacherSetup for the mean of teachers with one tokenizer."""
+    from isogloss.teachers.ensemble import EnsembleSpec
+
     first, *others = configs  # the first teacher's loss and flags are those of the ensemble
     for name in others:
         prints = [fingerprint(encoders[teacher].tokenizer) for teacher in (first, name)]
@@ -622,6 +651,8 @@ def give_probes(teachers, data):
     specs = [(setup, spec) for setup in teachers for spec in setup.spec.single()]
     for setup, spec in specs:
         if spec.has_weights and spec.dtype == "fp8":
+            from isogloss.data.chat import first_ids
+
             rows = open_data.first_rows(train_data, PROMPTS_TO_TRY, reader.text_key, reader.source)
             spec.probe = first_ids(map(reader, rows, itertools.count()), setup.encoder)
 
@@ -643,7 +674,7 @@ def load_batches(cfg, inputs, engine, device, start, *, place=None, asked_to_end
     micro_batch_size = engine.train_micro_batch_size_per_gpu()
     prompter = None
     if cfg.on_policy:
-        prompter = build_prompter(cfg, inputs.student, samples_per_step(cfg, engine))
+        prompter = prompter_of(cfg, inputs.student, samples_per_step(cfg, engine))
     batches = order.MicroBatches(
         inputs.data.stream(cfg, place), collator, micro_batch_size,
         engine.gradient_accumulation_steps(), reader_rank, num_readers(cfg), start, prompter)
@@ -655,6 +686,13 @@ def load_batches(cfg, inputs, engine, device, start, *, place=None, asked_to_end
         held_out[data.source.name] = Loader(of_source, 0, pinned=pinned)
     training = Loader(batches, cfg.num_workers, asked_to_end, pinned)
     return iter(training), held_out
+
+
+def prompter_of(cfg, student, num_samples):
+    """Return the Prompter of a run whose student writes."""
+    from isogloss.data.rollouts import build_prompter
+
+    return build_prompter(cfg, student, num_samples)
 
 
 def num_readers(cfg):
@@ -716,4 +754,4 @@ def build_collator(cfg, inputs, device, tile_mib=None):
         sequence_size=cfg.sequence_parallel,
         computes_loss=is_last_stage(cfg.pipeline_parallel),
         width_step=1 if is_cpu else GPU_WIDTH_STEP,
-        marks_text=inputs.balances_experts)
+        marks_text=bool(inputs.router_weight))

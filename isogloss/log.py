@@ -22,7 +22,6 @@ import transformers
 from tqdm import tqdm
 from transformers.utils.hub import cached_file, extract_commit_hash
 
-from isogloss.checkpoints.model_card import title
 from isogloss.config import configs_by_teacher
 from isogloss.flags.model_names import read_model_name, without_secrets
 from isogloss.flags.parse import line_about
@@ -419,6 +418,8 @@ def check_logs(output_dir, start_step):
 
 def _start_wandb(cfg, folder, start_step):
     import wandb  # takes a second to import, and few runs use it
+
+    from isogloss.checkpoints.model_card import title
 
     # Two folders of one name are two runs, so the id is random and kept in the folder.
     id_path = folder / "wandb_id"

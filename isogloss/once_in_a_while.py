@@ -11,14 +11,12 @@ import deepspeed
 import torch.distributed as dist
 
 from isogloss.checkpoints.checkpoint import checkpoint_name, save_checkpoint
-from isogloss.checkpoints.model_card import license_rules
 from isogloss.checkpoints.run_identity import checkpoint_folder, run_identity, run_layout
 from isogloss.errors import CannotSave
 from isogloss.evaluation.evaluate import evaluate, metrics_of
-from isogloss.export import export_model, export_projection, projection_path
 from isogloss.flags.model_names import without_secrets
 from isogloss.flags.terminal import one_line
-from isogloss.inputs import num_readers, samples_per_step
+from isogloss.inputs import num_readers
 from isogloss.job.columns import to_device
 from isogloss.job.counts import global_sums
 from isogloss.job.launch import fail
@@ -33,8 +31,6 @@ from isogloss.log import (
     time_collectives,
 )
 from isogloss.student.finite import has_finite_state
-from isogloss.tasks import as_markdown
-from isogloss.writing.on_policy import evaluate_rollouts
 
 
 def announce(state, inputs, start):
@@ -46,7 +42,7 @@ def announce(state, inputs, start):
     for setup in state.teachers:
         model += f", teacher {setup.name} ({setup.cfg.loss}, weight {setup.cfg.kd_weight:g})"
     tell(model if state.teachers else f"{model}, no teacher (CE only)")
-    batch = samples_per_step(cfg, engine)
+    batch = state.samples_per_step
     micro_batch = engine.train_micro_batch_size_per_gpu()
     shape = f"{num_readers(cfg)} x {micro_batch} x {engine.gradient_accumulation_steps()}"
     length = f"{counted(cfg.steps, 'step')} of {counted(batch, 'sample')} ({shape})"
@@ -96,13 +92,26 @@ def write_results(state, inputs):
     if cfg.learn_projection or cfg.export:
         end_unless_finite(state, cfg.steps)
     if cfg.learn_projection:
+        from isogloss.checkpoints.export_files import export_projection, projection_path
+
         learned = inputs.teachers[0].loss.learned_projection
         end_if_failed(export_projection(state.engine, learned, projection_path(cfg)))
     if cfg.export:
+        from isogloss.checkpoints.export_files import export_model
+        from isogloss.checkpoints.model_card import license_rules
+
         end_if_failed(export_model(state.engine, inputs.student, cfg))
         tell(f"exported to {cfg.export}")
         for rule in license_rules(cfg) if dist.get_rank() == 0 else ():
             tell(f"license of {rule}")
+
+
+def show_report(state, log):
+    """Show the report of the run in Weights & Biases and in TensorBoard, where they are on."""
+    if state.cfg.wandb_project or state.engine.monitor.enabled:
+        from isogloss.report import media
+
+        media.show_report(state.cfg, log, state.engine.monitor)
 
 
 def end_unless_taught(state):
@@ -230,6 +239,8 @@ def run_evaluation(state, held_out):
         for key, value in evaluation_metrics(state, sums[name]).items():
             metrics[f"{name}/{key}"] = value
     if state.writer and state.cfg.rollout_eval:
+        from isogloss.writing.on_policy import evaluate_rollouts
+
         metrics |= evaluate_rollouts(state.writer, state.teachers)
     return {f"eval/{key}": value for key, value in metrics.items()}
 
@@ -247,6 +258,8 @@ def log_tasks(state, step, log, stop):
     Args:
         stop: () -> this rank has been asked to end; then nothing is logged.
     """
+    from isogloss.tasks import as_markdown
+
     log.flush()
     with state.whole_student.model() as (model, agree):
         metrics, records = state.tasks.run(model, global_sums, agree, stop)
@@ -302,7 +315,7 @@ def save(state, step, log):
     end_unless_finite(state, step, log)
     extra = {"scales": state.scales, "taught": state.taught.terms}
     extra["due"] = [] if state.bad_steps.count else state.due
-    extra["place"] = state.places.before(good_step * samples_per_step(cfg, state.engine))
+    extra["place"] = state.places.before(good_step * state.samples_per_step)
     if state.writer:
         extra["rollouts"] = state.writer.state()
 

@@ -73,7 +73,8 @@ from isogloss.config import MOST_AUTO_MIB, Config, configs_by_teacher
 from isogloss.demo_report import markdown_table
 from isogloss.flags.model_names import read_model_name
 from isogloss.flags.parse import parse_flags, shipped
-from isogloss.job.layout import Roles, check_teacher_ranks, teacher_groups
+from isogloss.job.layout import Roles, teacher_groups
+from isogloss.job.roles import check_teacher_ranks
 from isogloss.models.pretrained import config_of_weights_here
 from isogloss.models.quantized import BYTES
 from isogloss.models.tied import empty_model, is_tied

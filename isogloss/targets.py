@@ -7,15 +7,13 @@ from types import SimpleNamespace
 import torch
 import torch.distributed as dist
 
+from isogloss.align import all_bytes
 from isogloss.config import Config
 from isogloss.data.sample import TextEncoder
 from isogloss.losses import at_least_float32, find_chunks, row_sums, teacher_importance
 from isogloss.objective.loss_table import LOSSES, DistillationLoss, build_loss
 from isogloss.objective.objective import TeacherTarget, weigh_samples
-from isogloss.spelling import all_bytes
-from isogloss.teachers.mixing import teacher_weights, token_scores
 from isogloss.teachers.protocol import BLOCK, TeacherSource, TeacherSpec
-from isogloss.teachers.text_scores import ScoredLogits
 from isogloss.tiles import TeacherBlocks
 
 # What --teacher_weights asks of a teacher: "select" compares cross-entropies.
@@ -246,11 +244,13 @@ def total_score(logits, labels, positions, kind):
     Args:
         labels: (B * T,) int64; positions: (n,) int64.
     """
-    if isinstance(logits, ScoredLogits):
+    if hasattr(logits, "scores"):
         scores = logits.scores.at(positions)
         if kind == "ce":
             return scores.logp_T.sum()
         return -scores.entropy_T.sum() if kind == "entropy" else scores.max_logp_T.exp().sum()
+    from isogloss.teachers.mixing import token_scores
+
     blocks = positions.split(BLOCK)
     return sum(token_scores(logits(block), labels[block], kind).sum() for block in blocks)
 
@@ -265,7 +265,7 @@ def rollout_nats(logits, batch):
     labels = batch.labels.flatten()
     nats = torch.zeros(batch.num_samples, dtype=torch.float64, device=labels.device)
     for block in batch.rollout_positions.split(BLOCK):
-        if isinstance(logits, ScoredLogits):
+        if hasattr(logits, "scores"):
             logp = logits.scores.at(block).logp_T
         else:
             logp_NW = at_least_float32(logits(block)).log_softmax(-1)
@@ -282,6 +282,8 @@ def weigh_by_confidence(cfg, batches, targets):
     Returns:
         the batches, with weights.
     """
+    from isogloss.teachers.mixing import teacher_weights
+
     scores_MB = torch.stack([target.confidence for target in targets])
     select = cfg.teacher_weights == "select"
     weights_MB = teacher_weights(scores_MB, cfg.teacher_alpha, select)

@@ -35,8 +35,8 @@ from transformers.dynamic_module_utils import custom_object_save
 from transformers.utils import cached_file
 
 from isogloss.align import TokenTable
+from isogloss.checkpoints.export_files import check_output, write_folder
 from isogloss.data.ends import load_generation
-from isogloss.export import check_output, write_folder
 from isogloss.flags.model_names import read_model_name
 from isogloss.models.pretrained import (
     check_language_model,

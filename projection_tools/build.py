@@ -18,9 +18,10 @@ from isogloss.flags.parse import MISSING, OLD_NAMES, check_output, flag, shared,
 from isogloss.projection_tools.arrays import fill_empty, pack
 from isogloss.projection_tools.cut import cut_rows
 from isogloss.projection_tools.exact import exact_pairs, pin_exact
-from isogloss.projection_tools.files import as_tables, cached, finish
+from isogloss.projection_tools.files import cached
 from isogloss.projection_tools.generate import Embedder, similar_rows
 from isogloss.projection_tools.multitoken import Args as SpellingArgs, multitoken_rows
+from isogloss.projection_tools.projection_files import as_tables, finish
 from isogloss.projection_tools.tokenizers import PairArgs
 from isogloss.spelling import spell
 

@@ -17,7 +17,6 @@ from isogloss.flags.parse import MOST_SLOTS, OLD_NAMES, check_output, flag, tool
 from isogloss.flags.terminal import one_line
 from isogloss.projection_tools.files import cached, save_atomically
 from isogloss.projection_tools.tokenizers import PairArgs, tokenizer_metadata
-from isogloss.spelling import build_translation_tables
 
 VERSION = 4  # of the tables; raise it when they change for the same two tokenizers
 
@@ -28,6 +27,8 @@ def build_translation(pair, max_pieces=16):
     Args:
         max_pieces: longest spelling kept, in pieces; of longer ones the beginning.
     """
+    from isogloss.spelling import build_translation_tables  # what is kept on disk takes none of it
+
     tables = {}
     fields = build_translation_tables(pair.tokenizers, pair.tables, max_pieces)
     for key, value in fields.items():

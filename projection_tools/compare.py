@@ -9,7 +9,7 @@ import numpy as np
 
 from isogloss.flags.parse import MISSING, OLD_NAMES, flag, tool
 from isogloss.projection_tools.arrays import entries
-from isogloss.projection_tools.files import load_arrays
+from isogloss.projection_tools.projection_files import load_arrays
 from isogloss.projection_tools.show import byte_explained, row_text
 from isogloss.projection_tools.tokenizers import PairArgs
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from isogloss.flags.parse import MISSING, MOST_SLOTS, OLD_NAMES, check_output, flag, tool
 from isogloss.projection_tools.arrays import entries, pack
-from isogloss.projection_tools.files import finish, load_arrays
+from isogloss.projection_tools.projection_files import finish, load_arrays
 from isogloss.projection_tools.tokenizers import PairArgs
 
 

@@ -7,11 +7,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from isogloss.align import all_bytes
 from isogloss.flags.parse import MISSING, OLD_NAMES, check_output, flag, tool
 from isogloss.projection_tools.arrays import widen
-from isogloss.projection_tools.files import finish, load_arrays
+from isogloss.projection_tools.projection_files import finish, load_arrays
 from isogloss.projection_tools.tokenizers import PairArgs
-from isogloss.spelling import all_bytes, spell
+from isogloss.spelling import spell
 
 
 def exact_pairs(student, teacher, pieces):

@@ -16,7 +16,7 @@ import torch
 from isogloss.flags.model_names import read_model_name
 from isogloss.flags.parse import MISSING, MOST_SLOTS, OLD_NAMES, check_output, flag, tool
 from isogloss.projection_tools.arrays import pack
-from isogloss.projection_tools.files import finish
+from isogloss.projection_tools.projection_files import finish
 from isogloss.projection_tools.tokenizers import PairArgs, load_tokenizer, reading
 
 FLOATS_PER_MIB = 2**18  # of float32

@@ -14,7 +14,7 @@ import numpy as np
 
 from isogloss.flags.parse import MISSING, MOST_SLOTS, OLD_NAMES, check_output, flag, tool
 from isogloss.projection_tools.arrays import entries, fill_empty, pack
-from isogloss.projection_tools.files import finish, load_arrays
+from isogloss.projection_tools.projection_files import finish, load_arrays
 from isogloss.projection_tools.tokenizers import PairArgs
 from isogloss.spelling import link_special_tokens, spell
 

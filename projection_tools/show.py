@@ -11,14 +11,15 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from isogloss.align import all_bytes
 from isogloss.flags.parse import MISSING, OLD_NAMES, flag, tool
 from isogloss.flags.terminal import one_line
 from isogloss.losses import common_tokens
 from isogloss.projection_tools.arrays import describe
 from isogloss.projection_tools.build import empty_row_reasons
-from isogloss.projection_tools.files import load_arrays
+from isogloss.projection_tools.projection_files import load_arrays
 from isogloss.projection_tools.tokenizers import PairArgs
-from isogloss.spelling import all_bytes, link_special_tokens
+from isogloss.spelling import link_special_tokens
 
 # --- facts ----------------------------------------------------------------------------------------
 

@@ -8,10 +8,9 @@ from dataclasses import MISSING, dataclass
 from pathlib import Path
 from unittest import mock
 
-from isogloss.align import TokenTable, fingerprint
+from isogloss.align import ROLES, TokenTable, fingerprint
 from isogloss.flags.model_names import read_model_name
 from isogloss.flags.parse import check_flags, flag
-from isogloss.spelling import ROLES
 
 
 @dataclass

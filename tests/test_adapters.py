@@ -22,7 +22,7 @@ from isogloss.log import model_versions
 from isogloss.models import adapters
 from isogloss.models.pretrained import check_weights, load_model
 from isogloss.student.engine import EngineRunner
-from isogloss.teachers import model as model_teachers
+from isogloss.teachers.engines import whole as model_teachers
 from jobs import check_refusals, ds_config, losses_of, run_distill, write_corpus
 
 peft = pytest.importorskip("peft", reason="the optional peft is absent")

@@ -11,7 +11,7 @@ from safetensors.torch import save
 from isogloss.data.batch_types import text_key
 from isogloss.errors import DataError
 from isogloss.teachers import cache_files, packed_rows
-from isogloss.teachers.model import truncate
+from isogloss.teachers.text_scores import truncate
 
 
 @pytest.mark.parametrize("vocab", [2, 300, 65_536, 65_537, 151_646, 262_144])

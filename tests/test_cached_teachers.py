@@ -27,8 +27,8 @@ from isogloss.job.launch import start_distributed
 from isogloss.job.watch import end_together
 from isogloss.teachers import cache_files, packed_rows
 from isogloss.teachers.cached import CachedTeacher
+from isogloss.teachers.engines.whole import load_replicated
 from isogloss.teachers.kept_tokens import byte_order, estimated, keep_tokens, uniform_numbers
-from isogloss.teachers.model import load_replicated
 from isogloss.teachers.text_scores import batch_texts
 from steps import uneven_samples
 from test_checkpoint import cut, flip

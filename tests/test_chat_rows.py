@@ -9,10 +9,11 @@ import datasets
 import pytest
 
 from isogloss.data.batch_types import Example
-from isogloss.data.chat_rows import as_messages, as_tools, problem_of, problem_of_tools
+from isogloss.data.chat_rows import as_messages, as_tools, problem_of_tools
 from isogloss.data.open_data import holds_chats, load_dataset
 from isogloss.data.order import ExampleReader
 from isogloss.data.rollouts import Prompter
+from isogloss.data.texts import problem_of
 from isogloss.data.turns import Template
 from isogloss.errors import DataError
 from test_chat import CHATML, collator, with_templates

@@ -17,6 +17,7 @@ import torch.distributed as dist
 import ranks
 from isogloss import distill
 from isogloss.checkpoints import checkpoint
+from isogloss.checkpoints.resume import load_checkpoint
 from isogloss.job import files
 from isogloss.job.launch import start_distributed
 from jobs import ds_config, job_for, losses_of, run_distill, short_run
@@ -183,7 +184,7 @@ def load_poisoned(folder, flags):
         state, inputs = job_for(values | {
             "ds_config": configs[stage], "resume": str(clean),
             "output_dir": str(folder / "other")})
-        checkpoint.load_checkpoint(state.engine, clean, inputs.convert)
+        load_checkpoint(state.engine, clean, inputs.convert)
         for path in sorted(clean.glob("*.pt")):
             if inputs.convert and path.name.startswith("random"):
                 continue  # not read in another layout
@@ -192,7 +193,7 @@ def load_poisoned(folder, flags):
             shutil.copytree(clean, copy)
             poison(copy, path.name, folder / "marker")
             try:
-                checkpoint.load_checkpoint(state.engine, copy, inputs.convert)
+                load_checkpoint(state.engine, copy, inputs.convert)
                 answers.append(((saved, stage), path.name, ""))
             except ValueError as error:
                 answers.append(((saved, stage), path.name, str(error)))

@@ -17,7 +17,8 @@ from isogloss.config import (
     routes_by_teacher,
     teacher_keys,
 )
-from isogloss.flags.parse import choices_of, help_text, parse_flags
+from isogloss.flags.help import help_text
+from isogloss.flags.parse import choices_of, parse_flags
 from isogloss.objective.loss_table import LOSSES, LossSpec, build_loss
 from isogloss.projection_tools.build import cached_projection
 from isogloss.teachers.model import ENGINES

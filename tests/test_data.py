@@ -9,8 +9,9 @@ import datasets
 import pytest
 import torch
 
-from isogloss.data import order
+from isogloss.data import chat, order
 from isogloss.data.open_data import load_dataset
+from isogloss.data.stream import StreamedExamples
 from isogloss.data.turns import SkippedChat, Template
 from isogloss.data.workers import Loader
 from isogloss.errors import DataError
@@ -56,15 +57,15 @@ def test_a_template_that_refuses_all_chats_ends_the_job(tokenizers, side):
     encoders = with_templates(tokenizers)
     refuse_chats_of(encoders[side], len(CHAT[1:]))
     dataset = datasets.Dataset.from_dict({"text": [CHAT[1:], CHAT]})
-    order.check_templates(dataset, READER, encoders)
+    chat.check_templates(dataset, READER, encoders)
     message = "refuses a chat: no; it refuses the other 0 of the first chats too"
     with pytest.raises(ValueError, match=message):
-        order.check_templates(dataset.select([0]), READER, encoders)
+        chat.check_templates(dataset.select([0]), READER, encoders)
     # one good chat further on does not help: the first ones are tried
-    late = datasets.Dataset.from_dict({"text": [CHAT[1:]] * order.CHATS_TO_TRY + [CHAT]})
-    num_others = order.CHATS_TO_TRY - 1
+    late = datasets.Dataset.from_dict({"text": [CHAT[1:]] * chat.CHATS_TO_TRY + [CHAT]})
+    num_others = chat.CHATS_TO_TRY - 1
     with pytest.raises(ValueError, match=f"the other {num_others} of the first chats too"):
-        order.check_templates(late, READER, encoders)
+        chat.check_templates(late, READER, encoders)
 
 
 LOOPS = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
@@ -92,7 +93,7 @@ def test_a_template_that_does_harm_is_refused(tokenizers, monkeypatch, template,
     encoders[side].tokenizer.chat_template = template
     dataset = datasets.Dataset.from_dict({"text": [CHAT]})
     with pytest.raises(ValueError, match=HARMFUL[template]) as error:
-        order.check_templates(dataset, READER, encoders)
+        chat.check_templates(dataset, READER, encoders)
     assert "\n" not in str(error.value)
 
 
@@ -161,7 +162,7 @@ def test_order_and_ids_depend_on_the_seed_alone(join):
 def test_a_stream_gives_the_same_again_from_any_number_of_workers(dataset):
     """With the places from which it goes on, over the borders of epochs."""
     def read(workers, start=0):
-        stream = order.StreamedExamples(dataset.to_iterable_dataset(), READER, 3)
+        stream = StreamedExamples(dataset.to_iterable_dataset(), READER, 3)
         batches = order.MicroBatches(stream, Texts(), 2, 1, 0, 1, start)
         read = itertools.islice(iter(Loader(batches, workers)), 8 - start)
         return [(list(batch), batch.place) for batch in read]
@@ -200,7 +201,7 @@ def test_neighboring_rows_are_joined_whole_up_to_so_many_characters(characters):
     for epoch in epochs:
         assert sorted(epoch) == sorted(texts)
     assert size == 1 or len(set(map(tuple, epochs))) > 1  # an order of its own
-    stream = order.StreamedExamples(dataset.to_iterable_dataset(), reader, 3)
+    stream = StreamedExamples(dataset.to_iterable_dataset(), reader, 3)
     assert sorted(stream.example(position).content for position in range(size)) == sorted(texts)
     for rows in (dataset, list(dataset)):
         assert [row["text"] for row in order.joined_rows(rows, reader)] == texts
@@ -213,7 +214,7 @@ def test_what_is_joined_is_text():
         reader.sample([{"text": "a"}, chat], 5)
     rows = datasets.IterableDataset.from_generator(lambda: iter([{"text": "a"}, {"text": 3}]))
     with pytest.raises(DataError, match="row 1 of 'text' holds 3, expected text"):
-        order.StreamedExamples(rows, order.ExampleReader("text", join=9), 0).example(0)
+        StreamedExamples(rows, order.ExampleReader("text", join=9), 0).example(0)
 
 
 def test_routes_are_read_beside_the_text():

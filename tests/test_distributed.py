@@ -18,7 +18,7 @@ import jobs
 import ranks
 from isogloss import build
 from isogloss.projection_tools.build import build_projection
-from isogloss.projection_tools.files import load_projection
+from isogloss.projection_tools.projection_files import load_projection
 from isogloss.projection_tools.tokenizers import Pair
 from isogloss.student import engine as student
 from isogloss.student.engine import StudentWithLoss

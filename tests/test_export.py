@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import ranks
 from isogloss import export, log
-from isogloss.checkpoints import model_card, run_identity
+from isogloss.checkpoints import export_files, model_card, run_identity
 from isogloss.command import tool
 from isogloss.config import Config
 from isogloss.flags import model_names
@@ -84,7 +84,7 @@ def test_an_export_over_anything_else_is_refused(models, place):
 
 def is_refused(path):
     try:
-        export.check_replaceable(str(path))
+        export_files.check_replaceable(str(path))
     except ValueError:
         return True
     return False
@@ -99,8 +99,8 @@ def test_what_an_export_may_replace(tmp_path):
     (target / "sub" / "b").write_text("")
     assert is_refused(target)
     names = ["a.json", "sub/b"]
-    sizes = {name: export.size_and_checksum(target / name) for name in names}
-    (target / export.MANIFEST).write_text(json.dumps({"files": sizes}))
+    sizes = {name: export_files.size_and_checksum(target / name) for name in names}
+    (target / export_files.MANIFEST).write_text(json.dumps({"files": sizes}))
     assert not is_refused(target)
     (tmp_path / "link").symlink_to(target)
     assert not is_refused(tmp_path / "link")
@@ -116,7 +116,7 @@ def test_what_an_export_may_replace(tmp_path):
     assert is_refused(target)
     (target / "a.json").unlink()
     assert not is_refused(target)
-    (target / export.MANIFEST).write_text("no JSON")
+    (target / export_files.MANIFEST).write_text("no JSON")
     assert is_refused(target)
     (tmp_path / "dead").symlink_to(tmp_path / "nowhere")
     assert not is_refused(tmp_path / "dead")
@@ -129,7 +129,7 @@ def test_an_export_over_a_whole_system_is_refused_before_all_of_it_is_read(
         monkeypatch, place, message):
     monkeypatch.setattr(os, "walk", None)
     with pytest.raises(ValueError, match=f"--output {place}: .*{message}"):
-        export.check_replaceable(place, "--output")
+        export_files.check_replaceable(place, "--output")
 
 
 def full_disk(*_):
@@ -138,10 +138,10 @@ def full_disk(*_):
 
 def failed_then_exported(folder, base, changes):
     """`outcomes` of runs, the first of which fails to export, as on a full disk."""
-    write = export._write_model
-    export._write_model = full_disk
+    write = export_files.write_model
+    export_files.write_model = full_disk
     ended = outcomes(folder, base, changes[:1])
-    export._write_model = write
+    export_files.write_model = write
     return ended + outcomes(folder, base, changes[1:])
 
 
@@ -171,8 +171,8 @@ def test_a_failed_export_loses_nothing(place):
                        weights_only=False)["module"]
     for name, weight in weights_of(target).items():
         assert torch.equal(weight, saved[f"model.{name}"]), name
-    listed = json.loads((target / export.MANIFEST).read_text())["files"]
-    assert sorted([*listed, export.MANIFEST]) == sorted(os.listdir(target))
+    listed = json.loads((target / export_files.MANIFEST).read_text())["files"]
+    assert sorted([*listed, export_files.MANIFEST]) == sorted(os.listdir(target))
     # nothing beside it, and what a user puts into it is not lost
     assert not [name for name in os.listdir(target.parent) if name.startswith(".")]
     (target / "notes.txt").write_text("mine")
@@ -233,7 +233,7 @@ def test_a_checkpoint_exports_what_the_job_does(exported, name, capsys):
     assert sorted(os.listdir(of_command)) == sorted(os.listdir(of_job))
     for file in os.listdir(of_job):
         # the manifest has checksums of the other three
-        if file not in ("README.md", "curves.png", "adapter_config.json", export.MANIFEST):
+        if file not in ("README.md", "curves.png", "adapter_config.json", export_files.MANIFEST):
             assert (of_command / file).read_bytes() == (of_job / file).read_bytes(), file
     eos = AutoTokenizer.from_pretrained(of_job).eos_token_id
     assert eos not in GENERATION["eos_token_id"]
@@ -453,7 +453,7 @@ def test_an_export_is_pushed_as_it_is(exported, hub, monkeypatch, capsys):
                                       {"private": True, "exist_ok": True})
     assert second == "upload_folder" and upload["repo_id"] == "me/student"
     assert {"README.md", "curves.png", "model.safetensors", "tokenizer.json"} <= set(files)
-    assert upload["ignore_patterns"] == [export.MANIFEST]
+    assert upload["ignore_patterns"] == [export_files.MANIFEST]
     monkeypatch.setattr(huggingface_hub.HfApi, "create_repo", refuse)
     error = error_line(capsys, export, [*command, "--push_to_hub=me/other"], "isogloss.export")
     assert "--push_to_hub me/other: RuntimeError: 401 Client Error; " in error

@@ -13,7 +13,8 @@ from conftest import ROOT
 from isogloss import command, distill, plot
 from isogloss.config import FIRST_COMMAND, Config, configs_by_teacher
 from isogloss.flags import parse as flags
-from isogloss.flags.parse import PATH_FLAGS, check_types, expanded, help_text, parse_flags
+from isogloss.flags.help import help_text
+from isogloss.flags.parse import PATH_FLAGS, check_types, expanded, parse_flags
 from isogloss.projection_tools import (
     build,
     cells,

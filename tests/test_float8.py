@@ -17,14 +17,16 @@ from isogloss.command import CacheArgs
 from isogloss.config import Config
 from isogloss.data.batch_types import Example
 from isogloss.data.chat import first_ids
-from isogloss.data.long_texts import MOST_CHARACTERS
+from isogloss.data.texts import MOST_CHARACTERS
 from isogloss.flags.parse import parse_flags
 from isogloss.job.launch import silence_libraries, start_distributed
 from isogloss.job.watch import end_together
 from isogloss.models import float8
 from isogloss.models.float8 import FLOAT8, Float8Linear, rounded, use_float8
-from isogloss.teachers import cache_files, layers
-from isogloss.teachers.model import ModelSpec, checked_engine, load_replicated
+from isogloss.teachers import cache_files
+from isogloss.teachers.engines import layers
+from isogloss.teachers.engines.whole import load_replicated
+from isogloss.teachers.model import ModelSpec, checked_engine
 from isogloss.teachers.protocol import load_teacher
 from test_teacher import SHAPE, VOCAB, save_checkpoint
 

@@ -16,7 +16,7 @@ from conftest import GOLDEN
 from isogloss import losses
 from isogloss.config import Config
 from isogloss.nodes import list_nodes
-from isogloss.objective import loss_table
+from isogloss.objective import loss_table, projected
 from isogloss.objective.objective import PairLoss, TermSums
 from isogloss.spelling import translation_tables
 from isogloss.teachers import mixing as teacher_mixing
@@ -110,7 +110,7 @@ def test_nemo_rl(mode, monkeypatch):
     data = golden("projection_losses.pt")
     inputs = data["inputs"]
     projection = inputs["projection"]["indices"], inputs["projection"]["likelihoods"]
-    monkeypatch.setattr(loss_table, "_projection", lambda cfg, pair, device: projection)
+    monkeypatch.setattr(projected, "_projection", lambda cfg, pair, device: projection)
     cases = [case for case in data["cases"] if case["mode"] == mode]
     for case in cases:
         x = leaf(inputs)

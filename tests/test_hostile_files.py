@@ -14,13 +14,14 @@ from safetensors.torch import load_file, save, save_file
 
 from conftest import ROOT
 from isogloss.checkpoints import model_card
-from isogloss.data import long_texts, order, workers
+from isogloss.data import chat, texts as long_texts, workers
 from isogloss.evaluation import code_tasks
 from isogloss.inputs import load_text_encoder
 from isogloss.job import trial
 from isogloss.job.files import size_and_checksum
 from isogloss.teachers import cache_checks, cache_files, cached, packed_rows, text_server
-from isogloss.teachers.model import ModelSpec, truncate
+from isogloss.teachers.model import ModelSpec
+from isogloss.teachers.text_scores import truncate
 
 VOCAB, TOP_K, HIDDEN = 70_000, 9, 4
 LENGTHS = 5, 0, 3  # positions of the texts; the shards hold two and one
@@ -338,7 +339,7 @@ def test_deep_files_of_a_model_end_with_one_line(models, tmp_path, file):
 # {what of others is checked, of docs/results.md: the numbers there}
 LIST = {
     "a model's chat template, in every command":
-        [trial.TRIAL_SECONDS, trial.TRIAL_BYTES >> 30, order.CHATS_TO_TRY],
+        [trial.TRIAL_SECONDS, trial.TRIAL_BYTES >> 30, chat.CHATS_TO_TRY],
     "what it writes of later chats":
         [long_texts.MOST_CHARACTERS, workers.TRAINING_TIMEOUT.total_seconds() // 60],
     "a model's code": [],

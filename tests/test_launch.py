@@ -58,7 +58,7 @@ NO_MEMORY = MemoryError("2 TB of it")
      "rank 1 failed (MemoryError: 2 TB of it), so the job"),
     # the others wait for it in the store, which it serves
     ("isogloss.distill.check_inputs", 0, KeyError("nothing"), "--seed=0", 1, None),
-    ("isogloss.build.load_teacher", 1, NO_MEMORY, "--teacher_ranks=1", 1,
+    ("isogloss.teachers.remote.load_teacher", 1, NO_MEMORY, "--teacher_ranks=1", 1,
      "teacher rank 0 failed (MemoryError: "),
     # the others wait in a collective of the same block, where they cannot hear of it
     ("isogloss.build.load_student", 1, ValueError("this model is wrong"), "--seed=0", 2,

@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 from tokenizers import Regex, normalizers, pre_tokenizers
 
-from isogloss.data import long_texts
+from isogloss.data import texts as long_texts
 from isogloss.data.batch import Collator, PairOptions
-from isogloss.data.long_texts import BOUNDARY, MARGIN, leave_out_tails
 from isogloss.data.order import Example
 from isogloss.data.sample import TextEncoder
+from isogloss.data.texts import BOUNDARY, MARGIN, leave_out_tails
 from tokens import real
 
 TOKENIZERS = ("deepseek_coder", "gpt2", "llama2", "llama3", "mistral_v7", "qwen2", "t5", "tok512")

@@ -9,7 +9,8 @@ from isogloss.config import Config
 from isogloss.data import mixture, stream
 from isogloss.data.mixture import BLOCK, Mixture, Source, seed_of, sources_of
 from isogloss.data.open_data import load_dataset
-from isogloss.data.order import ExampleReader, ShuffledExamples, StreamedExamples
+from isogloss.data.order import ExampleReader, ShuffledExamples
+from isogloss.data.stream import StreamedExamples
 from jobs import check_same_curve, ds_config, losses_of, run_distill
 from test_cached_teachers import write
 

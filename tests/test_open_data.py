@@ -19,10 +19,10 @@ from isogloss.data import open_data
 from isogloss.data.batch import Collator
 from isogloss.data.checks import explained
 from isogloss.data.file_rows import ROWS_TO_PEEK
-from isogloss.data.long_texts import MOST_CHARACTERS
 from isogloss.data.open_data import Request, filled_columns, holds_chats, load_dataset
 from isogloss.data.order import ExampleReader
 from isogloss.data.sample import TextEncoder
+from isogloss.data.texts import MOST_CHARACTERS
 from isogloss.distill import Config
 from isogloss.errors import DataError
 from isogloss.inputs import load_data

@@ -18,7 +18,8 @@ import conftest
 import ranks
 from hub_copies import HAS_LM_EVAL, needs_lm_eval, write_copy
 from isogloss import demo, distill
-from isogloss.student.checks import check_logits, check_packing
+from isogloss.student.checks import check_logits
+from isogloss.student.packing import check_packing
 from isogloss.student.stages import num_weights, probe_ids
 from jobs import ds_config, losses_of, run_all, run_distill, write_corpus
 from launched import die_after

@@ -16,7 +16,7 @@ from isogloss.command import PlanArgs, tool
 from isogloss.config import Config
 from isogloss.flags.parse import parse_flags
 from isogloss.job.launch import start_distributed
-from isogloss.job.layout import Replica
+from isogloss.job.replicas import Replica
 from isogloss.plan import (
     GIB,
     Need,

@@ -18,14 +18,14 @@ from tokenizers import Tokenizer
 import ranks
 from conftest import asset
 from isogloss import distill, inputs
-from isogloss.export import gathered
 from isogloss.inputs import check_flash_attention
 from isogloss.job.launch import silence_libraries, start_distributed
 from isogloss.models.pretrained import check_random, check_weights, load_config, load_model
 from isogloss.projection_tools import generate
 from isogloss.projection_tools.tokenizers import load_tokenizer
-from isogloss.student.engine import load_student
-from isogloss.teachers.model import ModelSpec, load_replicated
+from isogloss.student.engine import gathered, load_student
+from isogloss.teachers.engines.whole import load_replicated
+from isogloss.teachers.model import ModelSpec
 from wrong_input import check_one_line, error_line, good_line, outcomes
 
 # --- from scratch ---------------------------------------------------------------------------------

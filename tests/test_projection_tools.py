@@ -24,6 +24,7 @@ from isogloss.projection_tools import (
     generate,
     multitoken,
     pairs,
+    projection_files,
     show,
 )
 from isogloss.projection_tools.arrays import fill_empty, pack
@@ -360,17 +361,17 @@ def test_no_dense_matrix():
 
 
 def test_files_hold_what_was_saved(pair, projection, tmp_path):
-    tables = files.as_tables(projection, pair, "test")
+    tables = projection_files.as_tables(projection, pair, "test")
     for name in ("p.pt", "p.safetensors"):
         files.save_atomically(tables, tmp_path / name)
-        back = files.load_projection(tmp_path / name, pair)
+        back = projection_files.load_projection(tmp_path / name, pair)
         assert torch.equal(back["indices"], tables["indices"])
         assert back["tool"] == "test"
         assert torch.allclose(back["likelihoods"], tables["likelihoods"], atol=1e-7)
         # read by the public NeMo-RL tools under these names
         assert {"student_model_id", "teacher_model_id"} <= back.keys()
         with pytest.raises(ValueError, match="made for another student tokenizer"):
-            files.load_projection(tmp_path / name, swapped(pair))
+            projection_files.load_projection(tmp_path / name, swapped(pair))
 
 
 def test_files_of_other_tools_load(pair, projection, tmp_path):
@@ -381,7 +382,7 @@ def test_files_of_other_tools_load(pair, projection, tmp_path):
     weights = torch.from_numpy(likelihoods).bfloat16()
     content = {"indices": ids.flip(1), "likelihoods": weights.flip(1), "model_A_id": "a"}
     torch.save(content, path)
-    back = files.load_projection(path, pair)
+    back = projection_files.load_projection(path, pair)
     # The order of equal weights is free, so the ids of a row are compared as a set.
     assert torch.equal(back["indices"].sort(1).values, ids.sort(1).values)
     assert torch.equal(back["indices"][:, 0] >= 0, ids[:, 0] >= 0)
@@ -389,7 +390,7 @@ def test_files_of_other_tools_load(pair, projection, tmp_path):
 
     # Without the -1, unused slots hold any id, with weight 0.
     torch.save({"indices": ids.clamp(min=0), "likelihoods": weights}, path)
-    assert torch.equal(files.load_projection(path, pair)["indices"], ids)
+    assert torch.equal(projection_files.load_projection(path, pair)["indices"], ids)
 
     # Contradictions are repaired and counted.
     row = int(np.flatnonzero(indices[:, 1] >= 0)[0])
@@ -399,7 +400,7 @@ def test_files_of_other_tools_load(pair, projection, tmp_path):
     torch.save({"indices": ids, "likelihoods": weights}, path)
     message = "1 unused slots have a weight, 1 rows do not sum to 1; repaired"
     with pytest.warns(UserWarning, match=message):
-        back = files.load_projection(path, pair)
+        back = projection_files.load_projection(path, pair)
     assert np.allclose(back["likelihoods"].numpy(), likelihoods, atol=4e-3)
 
 
@@ -416,7 +417,7 @@ def test_files_with_the_scale_trick_lose_its_column(pair, projection, tmp_path):
     torch.save({"indices": torch.from_numpy(ids), "likelihoods": torch.from_numpy(tricked),
                 "enable_scale_trick": True}, path)
     with pytest.warns(UserWarning, match="scale trick; its last column is left out"):
-        back = files.load_projection(path, pair)
+        back = projection_files.load_projection(path, pair)
     assert (back["indices"][several][:, 3] == -1).all()
     assert np.allclose(back["likelihoods"][several].numpy(), likelihoods[several], atol=1e-6)
 
@@ -437,10 +438,10 @@ def test_another_eos_is_another_pair(tokenizers, tmp_path):
     # A file knows which of the two it was made for.
     path = tmp_path / "p.pt"
     torch.save(projections[0], path)
-    files.load_projection(path, pairs[0])
+    projection_files.load_projection(path, pairs[0])
     message = "another teacher tokenizer .roles eos 1?.*, this one has eos 7"
     with pytest.raises(ValueError, match=message):
-        files.load_projection(path, pairs[1])
+        projection_files.load_projection(path, pairs[1])
 
 
 def build_slowly(folder, marks):

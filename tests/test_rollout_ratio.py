@@ -10,9 +10,10 @@ import pytest
 import torch
 
 import ranks
-from isogloss import build
 from isogloss.data.batch_types import Example
 from isogloss.data.rollouts import TRAINING
+from isogloss.student.whole_student import WholeStudent
+from isogloss.writing.on_policy import load_writer
 from isogloss.writing.rollout_ratio import weigh_by_ratio
 from jobs import ds_config, job_for
 
@@ -60,10 +61,10 @@ def probabilities(model, written, temperature):
 def errors_at_temperatures(temperatures, flags):
     """Return {temperature: `errors_at` there}."""
     state, inputs = job_for(flags)
-    state.whole_student = build.WholeStudent(state.engine, None, state.device)
+    state.whole_student = WholeStudent(state.engine, None, state.device)
     before = copy.deepcopy(state.engine.module.model.state_dict())
     results = {}
-    writer = build.build_writer(state, inputs)
+    writer = load_writer(state, inputs)
     for temperature in temperatures:
         writer.cfg = replace(state.cfg, rollout_temperature=temperature)
         if writer.elsewhere:

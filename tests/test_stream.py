@@ -14,8 +14,8 @@ from isogloss.data import file_rows, stream as stream_module
 from isogloss.data.checks import BadLine
 from isogloss.data.file_rows import Piece, named_rows, pieces_of
 from isogloss.data.open_data import load_dataset
-from isogloss.data.order import ExampleReader
-from isogloss.data.stream import Places, StreamedExamples
+from isogloss.data.order import ExampleReader, Places
+from isogloss.data.stream import StreamedExamples
 from isogloss.errors import DataError
 from jobs import ds_config, losses_of, run_distill
 

@@ -11,17 +11,13 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageText
 import ranks
 from isogloss.config import Config
 from isogloss.job.launch import silence_libraries, start_distributed
-from isogloss.job.layout import join_ids, join_members, teacher_groups
+from isogloss.job.layout import teacher_groups
+from isogloss.job.replicas import join_ids, join_members
 from isogloss.models.pretrained import check_weights
-from isogloss.teachers import layers
-from isogloss.teachers.layers import check_engine
-from isogloss.teachers.model import (
-    ModelSpec,
-    Offload,
-    head_gives_own_logits,
-    load_replicated,
-    resolve_engine,
-)
+from isogloss.teachers.engines import layers
+from isogloss.teachers.engines.layers import check_engine
+from isogloss.teachers.engines.whole import Offload, head_gives_own_logits, load_replicated
+from isogloss.teachers.model import ModelSpec, resolve_engine
 from isogloss.teachers.protocol import load_teacher
 
 VOCAB = 90  # of the tokenizer; the heads have 100 rows

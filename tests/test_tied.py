@@ -17,7 +17,7 @@ from transformers import (
 
 import ranks
 import test_teacher
-from isogloss import export
+from isogloss.checkpoints import export_files
 from isogloss.job.launch import silence_libraries, start_distributed
 from isogloss.models import tied
 from isogloss.models.pretrained import (
@@ -201,7 +201,7 @@ def test_code_that_ties_in_spite_of_a_head_is_refused(tmp_path, monkeypatch):
     # nor is one of its exports destroyed, as of a run of before
     weights = dict(model.state_dict())
     with pytest.raises(ValueError, match=r"ties model.embed_tokens.weight and lm_head.weight"):
-        export.model_of_weights(load_config("student", str(path), True), weights, True)
+        export_files.model_of_weights(load_config("student", str(path), True), weights, True)
 
 
 # --- teachers -------------------------------------------------------------------------------------

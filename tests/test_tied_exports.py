@@ -13,7 +13,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 import ranks
 import test_families
-from isogloss import distill, export
+from isogloss import distill
+from isogloss.checkpoints import export_files
 from isogloss.command import tool
 from isogloss.inputs import load_text_encoder
 from isogloss.job.launch import silence_libraries, start_distributed
@@ -42,7 +43,7 @@ def trained_and_exported(cases, folder):
     """
     start_distributed()
     silence_libraries()
-    export.write_card = lambda *_, **__: None
+    export_files.write_card = lambda *_, **__: None
     answers = {}
     for name, (path, stage, flags) in cases.items():
         adam = {"type": "AdamW", "params": {"lr": 0.02, "torch_adam": True}}
@@ -59,7 +60,7 @@ def trained_and_exported(cases, folder):
         engine.step()
         answers[name].append(answer(engine))
         encoder, _ = load_text_encoder("student", str(path), 60)
-        assert export.export_model(engine, encoder, cfg) is None
+        assert export_files.export_model(engine, encoder, cfg) is None
         engine.destroy()
     return answers
 

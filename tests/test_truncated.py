@@ -9,7 +9,7 @@ from every_loss import COEFFICIENTS
 from isogloss import losses
 from isogloss.nodes import with_rest
 from isogloss.teachers.mixing import average_teachers, common_events
-from isogloss.teachers.model import truncate
+from isogloss.teachers.text_scores import truncate
 from isogloss.translation import merge_rest
 from test_translation import ALL_PAIRS, DIVERGENCES, Toy, check_equal, value_and_gradient
 

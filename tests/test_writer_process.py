@@ -11,18 +11,13 @@ from pathlib import Path
 import pytest
 
 import ranks
-from isogloss.job.ipc import is_running
+from isogloss.errors import WriterError, WriterStopped
 from isogloss.job.launch import start_distributed
+from isogloss.job.processes import is_running
 from isogloss.job.watch import StopSignals
 from isogloss.rollout import Prompt
 from isogloss.writing.node_writer import NodeWriter
-from isogloss.writing.writer_process import (
-    WriterError,
-    WriterProcess,
-    WriterStopped,
-    check_command,
-    prompt_as_plain,
-)
+from isogloss.writing.writer_process import WriterProcess, check_command, prompt_as_plain
 from jobs import losses_of, run_all, run_distill
 from launched import run_with_trouble, wait_until
 from test_on_policy import (

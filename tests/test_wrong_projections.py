@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from isogloss.projection_tools import build, cells, cut, show
-from isogloss.projection_tools.files import as_tables, cached, load_tables, save_atomically
+from isogloss.projection_tools.files import cached, load_tables, save_atomically
+from isogloss.projection_tools.projection_files import as_tables
 from isogloss.projection_tools.tokenizers import Pair
 from pickled import Command
 from wrong_input import error_line

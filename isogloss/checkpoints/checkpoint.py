@@ -30,14 +30,6 @@ import torch
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 
-from isogloss.checkpoints.convert import (
-    MODEL_STATES,
-    MODEL_STATES_3,
-    check_convertible,
-    load_converted,
-    place_step_counters,
-)
-from isogloss.checkpoints.unpickle import known_classes_only
 from isogloss.config import Config
 from isogloss.errors import CannotSave
 from isogloss.flags.model_names import without_secrets
@@ -51,7 +43,7 @@ from isogloss.job.files import (
     write_atomically,
 )
 from isogloss.job.rendezvous import values_of_ranks
-from isogloss.models.adapters import is_adapter
+from isogloss.models.parts import is_adapter
 from isogloss.projection_tools.tokenizers import reason_of
 
 POSITION = "position.json"
@@ -185,11 +177,6 @@ def _remove_half_written(folder):
 def has_adapter(engine):
     """Return whether an adapter is trained; the frozen weights are those of the student's files."""
     return any(is_adapter(name) for name, _ in engine.module.named_parameters())
-
-
-def has_frozen_weights(engine):
-    """Return whether some weights are never trained; a checkpoint may lack them."""
-    return not all(parameter.requires_grad for parameter in engine.module.parameters())
 
 
 # --- find -----------------------------------------------------------------------------------------
@@ -359,59 +346,10 @@ def needs_conversion(checkpoint, layout):
     position = position_of(checkpoint)
     if position["layout"] == layout:
         return False
+    from isogloss.checkpoints.convert import check_convertible
+
     check_convertible(checkpoint, position, layout)
     return True
-
-
-# --- load -----------------------------------------------------------------------------------------
-
-
-def load_checkpoint(engine, checkpoint, convert=False):
-    """Load everything that `save_checkpoint` wrote; all ranks take part.
-
-    Args:
-        convert: the checkpoint is of another layout; load it by way of a universal checkpoint,
-            which is removed again.
-    Returns:
-        (step, state), as they were saved.
-    Raises:
-        ValueError: a file holds more than a checkpoint does; or it is of another student.
-    """
-    position = position_of(checkpoint)
-    with known_classes_only(checkpoint):
-        _check_names(engine, checkpoint)
-        if convert:
-            stages = position["layout"]["zero_stage"], engine.zero_optimization_stage()
-            load_converted(engine, checkpoint, scratch_of(checkpoint), stages)
-        else:
-            engine.load_checkpoint(str(checkpoint.parent), tag=checkpoint.name,
-                                   load_module_strict=not has_frozen_weights(engine))
-            # Only here: in another layout, ranks and random states do not correspond.
-            random_path = checkpoint / f"random_{dist.get_rank()}.pt"
-            set_random_state(torch.load(random_path, weights_only=True))
-    place_step_counters(engine.optimizer)
-    return position["step"], position.get("state", {})
-
-
-def _check_names(engine, checkpoint):
-    """Raise a ValueError where a checkpoint has no weight that is trained here.
-
-    Earlier versions dropped, under ZeRO-3, the head of a student whose config said it was tied.
-    """
-    if any(checkpoint.glob("stage_*")):  # each file is of one stage of a pipeline
-        return
-    paths = [checkpoint / name for name in (MODEL_STATES, MODEL_STATES_3)]
-    for path in filter(Path.exists, paths):
-        states = torch.load(path, map_location="cpu", weights_only=False, mmap=True)
-        groups = states.get("param_shapes") or [states["module"]]  # of an optimizer; of stage 0
-        saved = set().union(*groups)
-        for name, parameter in engine.module.named_parameters():
-            if parameter.requires_grad and name not in saved:
-                raise ValueError(
-                    f"--resume: {checkpoint} has no weight {name}, which this student trains; its "
-                    "files have changed, or an earlier version dropped it (ZeRO-3 with "
-                    "tie_word_embeddings); begin anew with another --output_dir, or export that "
-                    "checkpoint with python -m isogloss.export")
 
 
 # --- random state ---------------------------------------------------------------------------------
@@ -428,11 +366,3 @@ def random_state():
         "python": random.getstate(),
         "numpy": (algorithm, keys, *rest),
     }
-
-
-def set_random_state(state):
-    algorithm, keys, *rest = state["numpy"]
-    np.random.set_state((algorithm, keys.numpy().astype(np.uint32), *rest))
-    random.setstate(state["python"])
-    get_accelerator().set_rng_state(state["device"])
-    torch.set_rng_state(state["torch"])

@@ -10,16 +10,12 @@ Shapes: B rows (samples, or packed rows), S student positions, T teacher positio
 
 import itertools
 import math
-import warnings
 from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 
 from isogloss.data import batch_types
-from isogloss.data.chat import encode_chat, pair_chats, render
-from isogloss.data.long_texts import fits, leave_out_tails
-from isogloss.data.rollouts import Rollout, pair_rollout, student_reading
 from isogloss.data.sample import (
     Pairing,
     PairSample,
@@ -28,14 +24,12 @@ from isogloss.data.sample import (
     encode_text,
     pair_texts,
 )
-from isogloss.data.turns import SkippedChat
-from isogloss.flags.terminal import one_line
+from isogloss.data.texts import fits, leave_out_tails
 from isogloss.job.columns import Columns
 from isogloss.job.counts import Counts, PairCounts
-from isogloss.job.sequence_group import SequenceShard, document_spans, sequence_shard
 from isogloss.losses import find_chunks
 from isogloss.nodes import Nodes, Tables, nodes_of_chunks, rows_that_go_on, tokens_that_ended
-from isogloss.tile_plan import CPU_SUB_TILES, Tile, plan_tiles
+from isogloss.tile_plan import CPU_SUB_TILES, plan_tiles
 
 SUB_TILES_AT_ONCE = 64  # whose nodes are listed in one call; more would take more memory
 
@@ -136,14 +130,17 @@ class Collator:
         elif self.computes_loss:
             count_samples(counts, samples)
         if self.sequence_size > 1:
-            self._keep_shard(student)
+            from isogloss.job.sequence_group import keep_shard
+
+            keep_shard(student, self.sequence_rank, self.sequence_size)
         for side in (student, *teachers):
             side.tiles = side.tiles and Columns.of(side.tiles)
         sample_ids = [-1] * len(samples) if sample_ids is None else list(sample_ids)
         rollouts = []
         if student.logp is not None:
             contents = [example.content for example in examples]
-            rollouts = [content if isinstance(content, Rollout) else None for content in contents]
+            rollouts = [None if isinstance(content, (str, list)) else content
+                        for content in contents]
         return batch_types.Batch(student, teachers, counts, sample_ids, rollouts)
 
     # --- texts -> samples
@@ -198,13 +195,17 @@ class Collator:
             if example.content is None:
                 student = None
                 pairings = [Pairing()] * len(self.pairs)
-            elif isinstance(example.content, Rollout):
-                student, pairings = self._read_rollout(example.content, takes_part[number])
             elif isinstance(example.content, str):
                 ids = [of_teacher[number] for of_teacher in teacher_ids]
                 student, pairings = self._read_text(example, student_ids[number], ids)
+            elif isinstance(example.content, list):
+                from isogloss.data.chat import read_chat
+
+                student, pairings = read_chat(self, example, takes_part[number])
             else:
-                student, pairings = self._read_chat(example, takes_part[number])
+                from isogloss.data.rollouts import read_rollout
+
+                student, pairings = read_rollout(self, example.content, takes_part[number])
             sample = cut_sample(student, pairings, self.student.max_length, max_lengths)
             for pair in sample.pairs:
                 pair.is_rendered = not isinstance(example.content, str)
@@ -263,59 +264,6 @@ class Collator:
             tables = self.student.table, pair.encoder.table
             pairings.append(pair_texts(text, student, teacher, *tables, self.aligner))
         return student, pairings
-
-    def _read_chat(self, example, takes_part):
-        """Return (EncodedText, [Pairing]) of a chat.
-
-        The student learns alone what a teacher's template does not render; what its own template
-        does not render it does not learn at all.
-        """
-        messages = example.content
-        rendering = self._render(example, self.student)
-        if rendering is None:
-            return None, [Pairing(skipped=True)] * len(self.pairs)
-        student = encode_chat(messages, rendering, self.student, self.train_on, example.context)
-        pairings = []
-        chat, num_more = example.for_teachers()
-        taught = example._replace(content=chat)
-        for pair, wanted in zip(self.pairs, takes_part):
-            of_teacher = self._render(taught, pair.encoder) if wanted else None
-            if of_teacher is None:
-                # a chat that was not meant for this teacher does not count as skipped
-                pairings.append(Pairing(skipped=wanted))
-                continue
-            encoders = self.student, pair.encoder
-            # numbered as in the student's chat; what stands in front is no turn of it
-            of_teacher.turns = [turn._replace(message=turn.message - num_more)
-                                for turn in of_teacher.turns if turn.message >= num_more]
-            context = max(example.context, bool(example.teacher_prompt))
-            teacher = encode_chat(messages, of_teacher, pair.encoder, context=context)
-            alignment = pair_chats((rendering, of_teacher), encoders, self.aligner, self.train_on)
-            pairings.append(Pairing(teacher, alignment))
-        return student, pairings
-
-    def _read_rollout(self, rollout, takes_part):
-        """Return (EncodedText, [Pairing]) of what the student wrote."""
-        student = student_reading(rollout, self.student)
-        pairings = []
-        for pair, wanted in zip(self.pairs, takes_part):
-            pairing = Pairing()
-            if wanted:
-                encoders = self.student, pair.encoder
-                pairing = pair_rollout(rollout, student, encoders, self.aligner,
-                                       pair.same_tokenizer)
-            pairings.append(pairing)
-        return student, pairings
-
-    @staticmethod
-    def _render(example, encoder):
-        """Return the Rendering of a chat, or None, with a warning, where the template refuses."""
-        try:
-            return render(example.content, encoder, example.tools)
-        except SkippedChat as error:
-            # The log counts every such chat; a warning of the same text is shown once.
-            warnings.warn(one_line(f"{error}; such chats are left out"), stacklevel=2)
-            return None
 
     # --- samples -> tensors
 
@@ -396,7 +344,7 @@ class Collator:
             batch = batch_types.weigh_positions(batch, weights[batch.sample_of_student])
         counts = self._count_pair(pair, samples, batch, student.logp, is_rollout)
         if shard:  # last, as all of the above names positions of whole sequences
-            self._localize(batch, shard)
+            shard.localize(batch)
         return batch, counts, labels
 
     def _plan_tiles(self, pair, labels, batch, texts, is_rollout):
@@ -487,49 +435,18 @@ class Collator:
         student.tiles = plan_tiles(labels, no_chunk, nothing, nothing, (len(self.student.table), 0),
                                    self.tile_mib, sub_tiles=self.sub_tiles)
         if shard:
-            student.tiles = localize_tiles(student.tiles, shard)
+            student.tiles = shard.localized(student.tiles)
         return labels
 
     # --- sequence parallelism
 
-    def _shard(self, student_chunk, teacher_chunk) -> SequenceShard | None:
+    def _shard(self, student_chunk, teacher_chunk):
         """Return what this rank holds of the batch, or None without sequence parallelism."""
         if self.sequence_size == 1:
             return None
+        from isogloss.job.sequence_group import sequence_shard
+
         return sequence_shard(student_chunk, teacher_chunk, self.sequence_rank, self.sequence_size)
-
-    def _shard_columns(self, width):
-        """Return the slice of a row of `width` positions that this rank holds."""
-        size = width // self.sequence_size
-        return slice(self.sequence_rank * size, (self.sequence_rank + 1) * size)
-
-    def _keep_shard(self, student):
-        """Cut the student's tensors to this rank's shard of every row."""
-        num_rows, width = student.ids.shape
-        if student.positions is None:  # a shard does not begin at position 0
-            student.positions = torch.arange(width).expand(num_rows, width)
-        # here, because every layer would have to wait for the device to tell
-        student.documents = document_spans(student.positions)
-        columns = self._shard_columns(width)
-        for name in ("ids", "labels", "num_bytes", "positions", "logp", "is_text"):
-            whole = getattr(student, name)
-            if whole is not None:
-                # a view would send the rows' whole storage from the data worker
-                setattr(student, name, whole[:, columns].contiguous())
-
-    def _localize(self, batch, shard):
-        """Let a TeacherBatch name the student's positions as this rank holds them."""
-        num_rows, width = batch.student_chunk.shape
-        columns = self._shard_columns(width)
-        num_local = num_rows * (columns.stop - columns.start)
-        batch.tiles = localize_tiles(batch.tiles, shard)
-        batch.student_chunk = batch.student_chunk[:, columns].contiguous()
-        # the positions of the shard, then those of the halo
-        sample = torch.zeros(num_local + len(shard.halo_index), dtype=torch.long)
-        reachable = shard.local_position >= 0
-        sample[shard.local_position[reachable]] = batch.sample_of_student[reachable]
-        batch.sample_of_student = sample
-        batch.halo_index = shard.halo_index
 
 
 def keys_of(examples):
@@ -694,12 +611,6 @@ class TextsOf:
 def starts_of(parts):
     """Return (parts + 1,) where each of some tensors begins among all, and the end of the last."""
     return torch.tensor([0, *itertools.accumulate(map(len, parts))])
-
-
-def localize_tiles(tiles: list[Tile], shard):
-    """Return the tiles with the student positions of this rank: its shard, then the halo."""
-    place_of = shard.local_position
-    return [tile._replace(student_positions=place_of[tile.student_positions]) for tile in tiles]
 
 
 # --- rows -----------------------------------------------------------------------------------------

@@ -6,7 +6,10 @@ turn: what the assistant says in both, and the end of its turn by its role.
 
 import itertools
 import re
+import warnings
+from collections import Counter
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -15,12 +18,23 @@ from isogloss.align import Located, Region, align_regions, character_starts, loc
 from isogloss.align_dp import align_dp, common_spans
 from isogloss.data.chat_rows import EXCLUDING, is_learned, thought_of
 from isogloss.data.ends import turn_ends
-from isogloss.data.long_texts import MOST_CHARACTERS, fits
-from isogloss.data.sample import EncodedText, bytes_of_tokens
-from isogloss.data.turns import SkippedChat, Stretch, Template, stretches
+from isogloss.data.open_data import first_rows
+from isogloss.data.sample import EncodedText, Pairing, bytes_of_tokens
+from isogloss.data.texts import MOST_CHARACTERS, fits
+from isogloss.data.turns import (
+    SkippedChat,
+    Stretch,
+    Template,
+    doubts,
+    stretches,
+    tried,
+    write_short_chats,
+)
+from isogloss.flags.terminal import one_line
 
 BLANK = "\ue000\ue002"  # for a content, of Unicode's private use area, so it is in no chat
 GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")  # where a template marks the assistant's
+CHATS_TO_TRY = 8  # rows that a chat template has to refuse before the job is refused
 
 
 class Turn(NamedTuple):
@@ -414,3 +428,97 @@ def _regions(student, teacher, begins, ends):
         regions.append(Region(begins[0] + int(byte_of[0][first]),
                               begins[1] + int(byte_of[1][second]), size))
     return regions
+
+
+# --- before the first step ------------------------------------------------------------------------
+
+
+def check_templates(dataset, reader, encoders):
+    """Raise a ValueError where a chat template refuses every one of the first chats.
+
+    Warnings say what it leaves out of them.
+    """
+    examples = []
+    rows = first_rows(dataset, CHATS_TO_TRY, reader.text_key, reader.source)
+    for number, row in enumerate(rows):
+        examples.append(reader(row, number))
+    encoders = list(encoders)
+    answers = tried(encoders, partial(_try_chats, examples))
+    for encoder, (errors, found) in zip(encoders, answers, strict=True):
+        if examples and len(errors) == len(examples):
+            raise ValueError(f"{errors[0]}; it refuses the other {len(examples) - 1} of the first "
+                             "chats too; repair the chats or the template")
+        for doubt, count in found.items():
+            warnings.warn(f"the chat template of {encoder.tokenizer.name_or_path} {doubt} "
+                          f"({count} of the first {len(examples)} chats)", stacklevel=2)
+
+
+def _try_chats(examples, encoder):
+    """Return (why the template refuses chats before the first that it takes, {doubt: chats})."""
+    write_short_chats(encoder)
+    errors = []
+    for example in examples:
+        try:
+            chat_text(example.content, Template(encoder, example.tools))
+            break  # chats that are refused later are skipped and counted
+        except SkippedChat as error:
+            errors.append(str(error))
+    found = Counter()
+    for example in examples:
+        Template(encoder, example.tools).try_write(example.content, is_prompt=True)
+        found.update(doubts(example.content, encoder, example.tools))
+    return errors, found
+
+
+def learned_tokens(example, encoder, train_on):
+    """Return (S,) bool, the tokens of an Example's chat that are learned; None: it is refused."""
+    try:
+        rendering = render(example.content, encoder, example.tools)
+    except SkippedChat:
+        return None
+    return encode_chat(example.content, rendering, encoder, train_on, example.context).learned
+
+
+# --- in a batch -----------------------------------------------------------------------------------
+
+
+def read_chat(collator, example, takes_part):
+    """Return (EncodedText, [Pairing]) of a chat.
+
+    The student learns alone what a teacher's template does not render; what its own template
+    does not render it does not learn at all.
+    """
+    messages = example.content
+    rendering = _render(example, collator.student)
+    if rendering is None:
+        return None, [Pairing(skipped=True)] * len(collator.pairs)
+    student = encode_chat(messages, rendering, collator.student, collator.train_on, example.context)
+    pairings = []
+    chat, num_more = example.for_teachers()
+    taught = example._replace(content=chat)
+    for pair, wanted in zip(collator.pairs, takes_part):
+        of_teacher = _render(taught, pair.encoder) if wanted else None
+        if of_teacher is None:
+            # a chat that was not meant for this teacher does not count as skipped
+            pairings.append(Pairing(skipped=wanted))
+            continue
+        encoders = collator.student, pair.encoder
+        # numbered as in the student's chat; what stands in front is no turn of it
+        of_teacher.turns = [turn._replace(message=turn.message - num_more)
+                            for turn in of_teacher.turns if turn.message >= num_more]
+        context = max(example.context, bool(example.teacher_prompt))
+        teacher = encode_chat(messages, of_teacher, pair.encoder, context=context)
+        alignment = pair_chats((rendering, of_teacher), encoders, collator.aligner,
+                               collator.train_on)
+        pairings.append(Pairing(teacher, alignment))
+    return student, pairings
+
+
+def _render(example, encoder):
+    """Return the Rendering of a chat, or None, with a warning, where the template refuses."""
+    try:
+        return render(example.content, encoder, example.tools)
+    except SkippedChat as error:
+        # The log counts every such chat; a warning of the same text is shown once.
+        warnings.warn(one_line(f"{error}; such chats are left out"), stacklevel=2)
+        return None

@@ -2,8 +2,9 @@
 
 Messages may differ in their keys; a content may be null or a list of parts; a chat may name its
 roles as ShareGPT does ("from", "value"); a list of objects may be an object of lists, as a Sequence
-of `datasets` is.  `problem_of` tells what cannot be read, in words that follow the name of the row;
-`as_messages` and `as_tools` read what it lets pass, and `in_shape` has what single templates want.
+of `datasets` is.  `problem_of_chat` tells what cannot be read, in words that follow the name of the
+row; `as_messages` and `as_tools` read what it lets pass, and `in_shape` has what single templates
+want.
 
 Tests: tests/test_chat_rows.py.
 """
@@ -12,7 +13,12 @@ import itertools
 import json
 import warnings
 
-from isogloss.data.long_texts import MOST_CHARACTERS
+from isogloss.data.texts import (
+    HALF_PAIR,
+    MOST_CHARACTERS,
+    is_text,
+    listed,
+)
 
 # Keys of what a message thought: names that templates read, and all that data has.
 REASONING = "reasoning_content", "reasoning", "thinking", "tool_plan"
@@ -38,21 +44,13 @@ ROLES = OTHER_NAMES | {
 TEXT_PARTS = "text", "input_text", "output_text"  # of chats, of the responses of an API
 
 OTHER_PARTS = "image", "image_url", "input_image", "video", "audio", "input_audio"
-HALF_PAIR = "holds half of a surrogate pair, which is no text"
 
 
 # --- what is wrong --------------------------------------------------------------------------------
 
 
-def problem_of(content):
-    """Return what is wrong with the text or chat of a row, to follow its name; None: nothing."""
-    if isinstance(content, str):
-        return None if is_text(content) else f" {HALF_PAIR}"
-    if content is None:
-        return " is null, expected text"
-    content = listed(content)
-    if not isinstance(content, list):
-        return f" holds {content!r:.40}, expected text"
+def problem_of_chat(content):
+    """Return what is wrong with the chat of a row, to follow its name; None: nothing."""
     size = 0
     for number, message in enumerate(content):
         problem = _problem_of_message(message)
@@ -84,48 +82,6 @@ def _has_text(part):
 
 def _is_thought(part):
     return isinstance(part, dict) and part.get("type") in THOUGHT_PARTS
-
-
-def is_text(value):
-    """Tell whether all strings of a value can be written as UTF-8, which lone surrogates cannot."""
-    if isinstance(value, dict):
-        return all(map(is_text, value)) and all(map(is_text, value.values()))
-    if isinstance(value, list):
-        return all(map(is_text, value))
-    if not isinstance(value, str) or value.isascii():
-        return True
-    try:
-        value.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
-
-
-def listed(value):
-    """Return an object of lists of one length as a list of objects; another value as it is."""
-    if not isinstance(value, dict):
-        return value
-    columns = {key: items for key, items in value.items() if items is not None}
-    if not columns or not all(isinstance(items, list) for items in columns.values()):
-        return value
-    if len(set(map(len, columns.values()))) > 1:
-        return value
-    return [dict(zip(columns, cells)) for cells in zip(*columns.values())]
-
-
-def is_message(value):
-    return isinstance(value, dict) and ("role" in value or "from" in value)
-
-
-def chat_of_text(text):
-    """Return the messages that a text holds as JSON; None: it is another text."""
-    if not text.startswith("["):
-        return None
-    try:
-        chat = json.loads(text)
-    except (ValueError, RecursionError):
-        return None
-    return chat if chat and all(map(is_message, chat)) else None
 
 
 def _problem_of_message(message):

@@ -30,7 +30,7 @@ import zstandard
 from datasets import config
 from huggingface_hub.constants import HF_HUB_CACHE
 
-from isogloss.data.chat_rows import EXCLUDING, ROLES, THOUGHTS, problem_of
+from isogloss.data.texts import problem_of
 from isogloss.errors import DataError
 from isogloss.flags.yaml_file import without_twins
 
@@ -400,6 +400,8 @@ def _check_messages(source, column, text_key):
 
 def _bad_messages(messages):
     """Yield (problem, mask of the messages that have it)."""
+    from isogloss.data.chat_rows import EXCLUDING, ROLES, THOUGHTS
+
     yield "is null, expected role and content", messages.is_null()
     fields = [field.name for field in messages.type]
     role, content = ("role", "content") if "role" in fields else ("from", "value")

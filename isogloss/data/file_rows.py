@@ -24,7 +24,6 @@ import fsspec
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from isogloss.data.chat_rows import HALF_PAIR, is_text, listed
 from isogloss.data.checks import (
     DAMAGE,
     NAMES_OF_JSON,
@@ -36,6 +35,7 @@ from isogloss.data.checks import (
     problem_of_json,
     split_suffix,
 )
+from isogloss.data.texts import HALF_PAIR, is_text, listed
 from isogloss.flags.yaml_file import without_twins
 
 ROWS_TO_PEEK = 1000  # rows that tell the type of a column

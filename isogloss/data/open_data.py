@@ -17,7 +17,7 @@ import datasets
 import fsspec
 
 from isogloss.data import checks, file_rows
-from isogloss.data.chat_rows import chat_of_text, is_message, listed
+from isogloss.data.texts import chat_of_text, is_message, listed
 from isogloss.errors import DataError
 
 STRINGS = ("string", "large_string", "string_view")

@@ -7,40 +7,29 @@ a run is its step number, whatever the number of ranks and workers.
 
 import itertools
 import math
-import warnings
 from collections import Counter
 from dataclasses import dataclass
-from functools import lru_cache, partial
+from functools import lru_cache
+from typing import TYPE_CHECKING
 
 import datasets
 import numpy as np
 import pyarrow.compute as pc
-import torch
 
 from isogloss.data.batch import Collator
 from isogloss.data.batch_types import Example
-from isogloss.data.chat import chat_text, encode_chat, render
-from isogloss.data.chat_rows import (
-    as_messages,
-    as_tools,
-    chat_of_text,
-    listed,
-    part_without_text,
-    problem_of,
-    problem_of_tools,
-)
 from isogloss.data.checks import EMPTY_DATA, has_text, name_of_type, without_views
-from isogloss.data.long_texts import fits
 from isogloss.data.open_data import STRINGS, column_names, first_rows
-from isogloss.data.rollouts import OldRollout, Prompter, SkippedPrompt, completed
 from isogloss.data.sample import encode_text
-from isogloss.data.stream import StreamedExamples, take_sample
-from isogloss.data.turns import SkippedChat, Template, doubts, tried, write_short_chats
+from isogloss.data.texts import chat_of_text, fits, listed, problem_of
 from isogloss.data.workers import worker_of
 from isogloss.errors import DataError
-from isogloss.rollout import Completion
 
-CHATS_TO_TRY = 8  # rows that a chat template has to refuse before the job is refused
+if TYPE_CHECKING:
+    from isogloss.data.rollouts import Prompter
+    from isogloss.data.stream import StreamedExamples
+
+FIRST_ROWS = 8  # of which nearly always something is learned
 ROWS_TO_LEARN = 1000  # of which something has to be learned
 ROWS_TO_TEACH = 64  # of which each teacher has to teach something
 
@@ -48,46 +37,9 @@ ROWS_TO_TEACH = 64  # of which each teacher has to teach something
 # --- check ----------------------------------------------------------------------------------------
 
 
-def check_templates(dataset, reader, encoders):
-    """Raise a ValueError where a chat template refuses every one of the first chats.
-
-    Warnings say what it leaves out of them.
-    """
-    examples = []
-    rows = first_rows(dataset, CHATS_TO_TRY, reader.text_key, reader.source)
-    for number, row in enumerate(rows):
-        examples.append(reader(row, number))
-    encoders = list(encoders)
-    answers = tried(encoders, partial(_try_chats, examples))
-    for encoder, (errors, found) in zip(encoders, answers, strict=True):
-        if examples and len(errors) == len(examples):
-            raise ValueError(f"{errors[0]}; it refuses the other {len(examples) - 1} of the first "
-                             "chats too; repair the chats or the template")
-        for doubt, count in found.items():
-            warnings.warn(f"the chat template of {encoder.tokenizer.name_or_path} {doubt} "
-                          f"({count} of the first {len(examples)} chats)", stacklevel=2)
-
-
-def _try_chats(examples, encoder):
-    """Return (why the template refuses chats before the first that it takes, {doubt: chats})."""
-    write_short_chats(encoder)
-    errors = []
-    for example in examples:
-        try:
-            chat_text(example.content, Template(encoder, example.tools))
-            break  # chats that are refused later are skipped and counted
-        except SkippedChat as error:
-            errors.append(str(error))
-    found = Counter()
-    for example in examples:
-        Template(encoder, example.tools).try_write(example.content, is_prompt=True)
-        found.update(doubts(example.content, encoder, example.tools))
-    return errors, found
-
-
 def check_learned(dataset, reader, student, train_on):
     """Raise a ValueError where nothing would be learned of any of the first rows."""
-    for count in (CHATS_TO_TRY, ROWS_TO_LEARN):  # nearly always the first row will do
+    for count in (FIRST_ROWS, ROWS_TO_LEARN):  # nearly always the first row will do
         reasons = Counter()
         rows = first_rows(dataset, count, reader.text_key, reader.source)
         for number, row in enumerate(rows):
@@ -112,15 +64,15 @@ def _why_not_learned(example, student, train_on):
         roles = {message["role"] for message in content}
         if train_on == "assistant" and "assistant" not in roles:
             return f"have no message of the role 'assistant' (but {', '.join(sorted(roles))})"
-        try:
-            rendering = render(content, student, example.tools)
-        except SkippedChat:
+        from isogloss.data.chat import learned_tokens
+
+        learned = learned_tokens(example, student, train_on)
+        if learned is None:
             return "are refused by the student's chat template"
-        learned = encode_chat(content, rendering, student, train_on, example.context).learned
         if not learned.any():
             return ("hold nothing that the assistant says behind the prompt, or that is not "
                     "excluded by its message")
-        ids = rendering.ids
+        ids = learned
     if learned is None:
         learned = np.ones(len(ids), bool)
     if learned[1 : student.max_length + 1].any():
@@ -245,7 +197,7 @@ def check_taught(parts, collator, names, prompter=None):
         for number, row in enumerate(rows):
             example = reader(row, number)
             if prompter:
-                example = _as_if_written(example, prompter)
+                example = prompter.as_if_written(example)
             [sample] = collator.samples([example])
             taking = collator.teachers_of(example)
             for name, pair, options, takes in zip(names, sample.pairs, collator.pairs, taking):
@@ -261,19 +213,6 @@ def check_taught(parts, collator, names, prompter=None):
             described = "; ".join(f"{n} {reason}" for reason, n in of_teacher.most_common(3))
             raise DataError(f"teacher {name}: would teach nothing of the first "
                             f"{of_teacher.total()} rows: {described}")
-
-
-def _as_if_written(example, prompter):
-    """Return an Example of which the student wrote the end of its prompt once more."""
-    try:
-        prompt = prompter.prompt(example, (0, 0))
-    except SkippedPrompt:
-        return Example(None)
-    table = prompter.encoder.table
-    ids = torch.from_numpy(prompt.ids[~table.special[prompt.ids]][-prompt.max_new_tokens :])
-    nothing = torch.zeros(len(ids))
-    rollout = completed(prompt, Completion(ids, nothing, nothing, ended=False), prompter.encoder)
-    return Example(rollout if len(ids) else None, example.route)
 
 
 def _why_not_taught(pair, encoder, student):
@@ -389,7 +328,10 @@ class ExampleReader:
             content = prompt + content
         tools = None
         if self.tools_key and isinstance(content, list):
-            tools = as_tools(row.get(self.tools_key), self.tools_key in self.filled)
+            from isogloss.data.chat_rows import as_tools
+
+            is_filled = self.tools_key in self.filled
+            tools = as_tools(row.get(self.tools_key), is_filled)
         weight = float(row[self.weight_key]) if self.weight_key else 1.0
         return Example(content, route, prompt, tools, context, self._teacher_prompt(row), weight)
 
@@ -404,7 +346,11 @@ class ExampleReader:
 
     def _content(self, row, key):
         value = self._value(row, key)
-        return value if isinstance(value, str) else as_messages(value, key in self.filled)
+        if isinstance(value, str):
+            return value
+        from isogloss.data.chat_rows import as_messages
+
+        return as_messages(value, key in self.filled)
 
     def _value(self, row, key):
         value = listed(row.get(key))
@@ -438,6 +384,8 @@ class ExampleReader:
             if isinstance(content, str) or (self.prompt_key and isinstance(prompt, str)):
                 return " is no chat, and --teacher_prompt_key stands in front of one"
         if self.tools_key and isinstance(content, list):
+            from isogloss.data.chat_rows import problem_of_tools
+
             problem = problem_of_tools(row.get(self.tools_key))
             if problem:
                 return f": {self.tools_key!r}{problem}"
@@ -450,6 +398,8 @@ class ExampleReader:
     def _problem_of_content(self, content):
         problem = problem_of(content)
         if not problem and isinstance(content, list) and not self.drop_images:
+            from isogloss.data.chat_rows import part_without_text
+
             return part_without_text(content)
         return problem
 
@@ -458,6 +408,8 @@ def joined_rows(dataset, reader):
     """Return a row for every sample that held-out rows give."""
     if not reader.join:
         return dataset
+    from isogloss.data.stream import take_sample
+
     joined = []
     number = 0
     unread = iter(dataset)
@@ -513,25 +465,27 @@ def sample_bounds(dataset, reader):
     return bounds
 
 
+class Places:
+    """Keep the places from which a stream can go on, as batches bring them."""
+
+    def __init__(self):
+        self.places = []
+
+    def note(self, place):
+        """Keep the place of a batch's block; None: its data are no stream."""
+        if place and place not in self.places[-1:]:
+            self.places.append(place)
+
+    def before(self, position):
+        """Return the last place at or before a sample's position, or None; forget earlier ones."""
+        while len(self.places) > 1 and self.places[1]["position"] <= position:
+            del self.places[0]
+        if self.places and self.places[0]["position"] <= position:
+            return self.places[0]
+        return None
+
+
 # --- micro-batches --------------------------------------------------------------------------------
-
-
-@dataclass
-class Draft:
-    """Hold a micro-batch whose rollouts are still to be written.
-
-    Attributes:
-        examples: Example each; of rollouts the content is a `rollouts.RolloutPrompt`, or an
-            `rollouts.OldRollout`.
-        sample_ids: see `batch_types.Batch`.
-        skipped_prompts: samples that are left out because they give no prompt.
-        place: see `batch_types.Batch`.
-    """
-
-    examples: list
-    sample_ids: list
-    skipped_prompts: int = 0
-    place: dict | None = None
 
 
 @dataclass
@@ -541,14 +495,14 @@ class MicroBatches:
     With a Prompter they are Drafts, else Batches.
     """
 
-    stream: ShuffledExamples | StreamedExamples
+    stream: "ShuffledExamples | StreamedExamples"
     collator: Collator
     micro_batch_size: int
     grad_accum_steps: int
     rank: int
     num_ranks: int
     start: int = 0
-    prompter: Prompter | None = None
+    prompter: "Prompter | None" = None
 
     def __iter__(self):
         worker, num_workers = worker_of()
@@ -560,36 +514,12 @@ class MicroBatches:
             begin = (number * self.num_ranks + self.rank) * self.micro_batch_size
             sample_ids = range(begin, begin + self.micro_batch_size)
             if self.prompter:
-                batch = self._draft(sample_ids)
+                batch = self.prompter.draft(self.stream, sample_ids)
             else:
                 examples = [self.stream.example(position) for position in sample_ids]
                 batch = self.collator(examples, sample_ids)
             batch.place = self.stream.place
             yield batch
-
-    def _draft(self, sample_ids):
-        draft = Draft([], list(sample_ids))
-        rows = {}  # a stream gives each row once, and a prompt may have several rollouts
-        for position in sample_ids:
-            slot = self.prompter.slot(position)
-            if slot and not slot.is_new:
-                draft.examples.append(Example(OldRollout((slot.source, slot.copy))))
-                continue
-            source = slot.source if slot else position
-            if source not in rows:
-                rows[source] = self.stream.example(source)
-            example = rows[source]
-            if slot:
-                try:
-                    prompt = self.prompter.prompt(example, (slot.source, slot.copy))
-                    example = example._replace(content=prompt)
-                except SkippedPrompt as error:
-                    warnings.warn(f"{error}; such samples are left out", stacklevel=2)
-                    example = Example(None)
-                    draft.skipped_prompts += 1
-            draft.examples.append(example)
-        return draft
-
 
 @dataclass
 class HeldOutBatches:

@@ -8,20 +8,15 @@ isogloss/writing/on_policy.py lets the student write.
 Tests: tests/test_rollouts.py.
 """
 
+import warnings
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
+import torch
 
 from isogloss.align import Alignment, Located, locate
-from isogloss.data.chat import (
-    Rendering,
-    Turn,
-    encode_chat,
-    pair_chats,
-    read_rendering,
-    render,
-)
+from isogloss.data.batch_types import Example
 from isogloss.data.sample import (
     EncodedText,
     Pairing,
@@ -31,8 +26,8 @@ from isogloss.data.sample import (
     encode_text,
     pair_texts,
 )
-from isogloss.data.turns import SkippedChat, Template
-from isogloss.rollout import uniform
+from isogloss.doors import door
+from isogloss.rollout import Completion, uniform
 
 # first counters of what is drawn, so that no two draws share all of theirs
 CHOICE = 1  # of the samples that are rollouts
@@ -151,6 +146,24 @@ class Rollout:
 
 
 @dataclass
+class Draft:
+    """Hold a micro-batch whose rollouts are still to be written.
+
+    Attributes:
+        examples: Example each; of rollouts the content is a `rollouts.RolloutPrompt`, or an
+            `rollouts.OldRollout`.
+        sample_ids: see `batch_types.Batch`.
+        skipped_prompts: samples that are left out because they give no prompt.
+        place: see `batch_types.Batch`.
+    """
+
+    examples: list
+    sample_ids: list
+    skipped_prompts: int = 0
+    place: dict | None = None
+
+
+@dataclass
 class Prompter:
     """Choose rollouts and make their prompts.
 
@@ -228,6 +241,42 @@ class Prompter:
         prompt_text = raw[: _end_of(located, size)].decode(errors="replace")
         return ids[:size], prompt_text, Located(*[field[:size] for field in located])
 
+    def draft(self, stream, sample_ids):
+        """Return the Draft of a micro-batch of a stream of samples."""
+        draft = Draft([], list(sample_ids))
+        rows = {}  # a stream gives each row once, and a prompt may have several rollouts
+        for position in sample_ids:
+            slot = self.slot(position)
+            if slot and not slot.is_new:
+                draft.examples.append(Example(OldRollout((slot.source, slot.copy))))
+                continue
+            source = slot.source if slot else position
+            if source not in rows:
+                rows[source] = stream.example(source)
+            example = rows[source]
+            if slot:
+                try:
+                    prompt = self.prompt(example, (slot.source, slot.copy))
+                    example = example._replace(content=prompt)
+                except SkippedPrompt as error:
+                    warnings.warn(f"{error}; such samples are left out", stacklevel=2)
+                    example = Example(None)
+                    draft.skipped_prompts += 1
+            draft.examples.append(example)
+        return draft
+
+    def as_if_written(self, example):
+        """Return an Example of which the student wrote the end of its prompt once more."""
+        try:
+            prompt = self.prompt(example, (0, 0))
+        except SkippedPrompt:
+            return Example(None)
+        table = self.encoder.table
+        ids = torch.from_numpy(prompt.ids[~table.special[prompt.ids]][-prompt.max_new_tokens :])
+        nothing = torch.zeros(len(ids))
+        rollout = completed(prompt, Completion(ids, nothing, nothing, ended=False), self.encoder)
+        return Example(rollout if len(ids) else None, example.route)
+
 
 def _end_of(located, size):
     return int(located.end[:size].max(initial=0))
@@ -251,11 +300,12 @@ def chat_prompt(messages, encoder, tools=None):
     """Return (ids, text, Located) of a chat up to where the assistant speaks."""
     if not messages:
         raise SkippedPrompt("a chat begins with the assistant, so there is no prompt")
+    chats = door("chats")
     try:
-        text = Template(encoder, tools).write(messages, is_prompt=True)
-    except SkippedChat as error:
+        text = chats.Template(encoder, tools).write(messages, is_prompt=True)
+    except chats.SkippedChat as error:
         raise SkippedPrompt(str(error)) from None
-    ids, located = read_rendering(text, encoder)
+    ids, located = chats.read_rendering(text, encoder)
     return ids, text, located
 
 
@@ -307,6 +357,20 @@ def student_reading(rollout, encoder):
         unknown = np.full(len(prompt.ids), np.nan, np.float32)
         logp = np.concatenate([unknown, rollout.logp])
     return EncodedText(ids, located, num_bytes, learned, logp)
+
+
+def read_rollout(collator, rollout, takes_part):
+    """Return (EncodedText, [Pairing]) of what the student wrote."""
+    student = student_reading(rollout, collator.student)
+    pairings = []
+    for pair, wanted in zip(collator.pairs, takes_part):
+        pairing = Pairing()
+        if wanted:
+            encoders = collator.student, pair.encoder
+            pairing = pair_rollout(rollout, student, encoders, collator.aligner,
+                                   pair.same_tokenizer)
+        pairings.append(pairing)
+    return student, pairings
 
 
 def pair_rollout(rollout, student, encoders, aligner="bytes", same_tokenizer=False):
@@ -371,20 +435,22 @@ def _pair_text(rollout, student, encoders, aligner):
 
 def _pair_chat(rollout, student, encoders, aligner):
     """Align what the assistant wrote; the teacher reads the chat by its own template."""
+    chats = door("chats")
     written = len(rollout.prompt.taught)  # number of the message
     messages = [*rollout.prompt.taught, {"role": "assistant", "content": rollout.text}]
     try:
-        of_teacher = render(messages, encoders[1], rollout.prompt.tools)
-    except (SkippedChat, TokenBeyondHead):
+        of_teacher = chats.render(messages, encoders[1], rollout.prompt.tools)
+    except (chats.SkippedChat, TokenBeyondHead):
         return Pairing(skipped=True)
-    encoded = encode_chat(messages, of_teacher, encoders[1])
+    encoded = chats.encode_chat(messages, of_teacher, encoders[1])
     data = (rollout.prompt.text + rollout.text).encode(errors="replace")
     first_byte = len(rollout.prompt.text.encode(errors="replace"))
     stop = len(student.ids) - 1 if rollout.ended else None
-    turns = [Turn(written, first_byte, len(data), stop)]
-    of_student = Rendering(student.ids, student.located, data, turns)
+    turns = [chats.Turn(written, first_byte, len(data), stop)]
+    of_student = chats.Rendering(student.ids, student.located, data, turns)
     of_teacher.turns = [turn for turn in of_teacher.turns if turn.message == written]
-    return Pairing(encoded, pair_chats((of_student, of_teacher), encoders, aligner))
+    both = of_student, of_teacher
+    return Pairing(encoded, chats.pair_chats(both, encoders, aligner))
 
 
 def build_prompter(cfg, student, samples_per_step):

@@ -26,9 +26,7 @@ from isogloss.align import (
     fingerprint,
     locate,
 )
-from isogloss.align_dp import align_dp
-from isogloss.data.long_texts import check_size
-from isogloss.data.turns import Template, behind_answer, header_of
+from isogloss.data.texts import check_size
 
 
 class TokenBeyondHead(ValueError):
@@ -79,6 +77,8 @@ class TextEncoder:
     @cached_property
     def header(self):
         """Return the `turns.Header` of the chat template."""
+        from isogloss.data.turns import Template, header_of
+
         return header_of(Template(self).try_write)
 
     @cached_property
@@ -89,6 +89,8 @@ class TextEncoder:
         """
         behind = None
         if self.tokenizer.chat_template:
+            from isogloss.data.turns import Template, behind_answer
+
             behind = behind_answer(Template(self).try_write)
         if behind is None:
             return self.table.end_of_turn
@@ -296,7 +298,10 @@ def pair_texts(text, student, teacher, student_table, teacher_table, aligner="by
         Pairing.
     """
     tables = student_table, teacher_table
-    if aligner == "dp":  # compares what tokens spell, so it needs no places in the text
+    if aligner == "dp":
+        from isogloss.align_dp import align_dp
+
+        # compares what tokens spell, so it needs no places in the text
         return Pairing(teacher, align_dp(student.ids, teacher.ids, *tables))
     size = len(text.encode(errors="replace"))  # lone surrogates have no UTF-8
     return Pairing(teacher, align_located(

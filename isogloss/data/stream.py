@@ -155,23 +155,3 @@ class StreamedExamples:
             self.reader(row, number)
             if time.monotonic() > deadline:
                 return
-
-
-class Places:
-    """Keep the places from which a stream can go on, as batches bring them."""
-
-    def __init__(self):
-        self.places = []
-
-    def note(self, place):
-        """Keep the place of a batch's block; None: its data are no stream."""
-        if place and place not in self.places[-1:]:
-            self.places.append(place)
-
-    def before(self, position):
-        """Return the last place at or before a sample's position, or None; forget earlier ones."""
-        while len(self.places) > 1 and self.places[1]["position"] <= position:
-            del self.places[0]
-        if self.places and self.places[0]["position"] <= position:
-            return self.places[0]
-        return None

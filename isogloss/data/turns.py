@@ -26,9 +26,9 @@ from isogloss.data.chat_rows import (
     thought_of,
     with_all_names,
 )
+from isogloss.flags.parse import DATE
 from isogloss.job.trial import in_bounds
 
-DATE = "strftime_now"  # what templates ask for the date
 THOUGHT_BEGIN = "<think>"  # of a thought in a content
 THOUGHT_END = "</think>"
 ESCAPED = "&#34;"  # a quotation mark

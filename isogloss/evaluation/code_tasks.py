@@ -25,7 +25,7 @@ from pathlib import Path
 import datasets
 import numpy as np
 
-from isogloss.data.chat_rows import is_text
+from isogloss.data.texts import is_text
 from isogloss.evaluation import code_runner, sandbox
 from isogloss.evaluation.code_runner import decode, encode
 from isogloss.projection_tools.tokenizers import reason_of

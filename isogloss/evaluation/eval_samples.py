@@ -12,11 +12,11 @@ from dataclasses import dataclass
 import torch.distributed as dist
 
 from isogloss.data.ends import stop_ids
-from isogloss.data.rollouts import SkippedPrompt, build_prompter, completed
 from isogloss.data.sample import TextEncoder
+from isogloss.doors import door
 from isogloss.job.rendezvous import values_of_ranks
 from isogloss.rollout import Prompt, write
-from isogloss.student.whole_student import WholeStudent
+from isogloss.student.whole_student import WholeStudent, lend
 
 REFERENCE = 300  # characters of the text itself that stand beside what the student wrote
 
@@ -55,7 +55,7 @@ class EvalSamples:
                                 equal_lengths=self.student.equal_lengths)
         records = []
         for number, completion in zip(numbers, completions):
-            written = completed(self.prompts[number], completion, self.encoder)
+            written = door("on_policy").completed(self.prompts[number], completion, self.encoder)
             records.append({
                 "row": written.prompt.key[0], "prompt": written.prompt.text, "text": written.text,
                 "ended": written.ended, "reference": self.references[number]})
@@ -63,18 +63,24 @@ class EvalSamples:
         return sorted(itertools.chain.from_iterable(of_ranks), key=lambda record: record["row"])
 
 
+def prepare(state, inputs, stack):
+    lend(state, writes=True)
+    state.samples = load_samples(state.cfg, inputs, state.whole_student)
+
+
 def load_samples(cfg, inputs, student):
     """Return the EvalSamples of a run.
 
     Rows that give no prompt are left out, as on-policy.
     """
-    prompter = build_prompter(cfg, inputs.student, 1)
+    rollouts = door("on_policy")
+    prompter = rollouts.build_prompter(cfg, inputs.student, 1)
     prompts = []
     references = []
     for row, example in enumerate(inputs.data.held_out(cfg.eval_samples)):
         try:
             prompt = prompter.prompt(example, (row, 0))
-        except SkippedPrompt:
+        except rollouts.SkippedPrompt:
             continue
         prompts.append(prompt)
         is_text = isinstance(example.content, str)

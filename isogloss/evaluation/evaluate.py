@@ -13,12 +13,11 @@ import torch
 
 from isogloss.data.batch_types import TeacherBatch
 from isogloss.job.counts import Sums, global_sums, mean_of
-from isogloss.job.sequence_group import SequenceGroup, gather_halo
+from isogloss.job.layout import SequenceGroup
 from isogloss.losses import at_least_float32, find_chunks, next_token_cross_entropy
 from isogloss.objective.loss_table import DistillationLoss
 from isogloss.targets import SpellingIds, ask_of_student
 from isogloss.teachers.protocol import BLOCK
-from isogloss.teachers.text_scores import ScoredLogits
 from isogloss.tiles import LogitsSource, TeacherBlocks
 
 
@@ -160,8 +159,9 @@ class EvaluationTerms:
         """Return (n,) float64: the numbers of EvaluationSums."""
         whole = EvaluationSums(model_sums(student_logits, self.student))
         for pair, counts in zip(self.pairs, self.counts.pairs):
-            # chunks that a shard's border cuts belong to the rank of their first position
-            complete = gather_halo(student_logits, pair.batch.halo_index, self.sequence_group)
+            complete = student_logits
+            if self.sequence_group:  # a chunk that a border cuts is of its first position's rank
+                complete = self.sequence_group.with_halo(student_logits, pair.batch.halo_index)
             sums = pair_sums(complete, pair)
             sums.kd_terms = counts.kd_terms
             sums.aligned_bytes = counts.aligned_bytes
@@ -185,7 +185,7 @@ def model_sums(logits, batch):
     positions = ((num_bytes >= 0) & (labels != -100)).nonzero().squeeze(1)
     sums.tokens = len(positions)
     sums.num_bytes = int(num_bytes.clamp(min=0).sum())
-    if isinstance(logits, ScoredLogits):
+    if hasattr(logits, "scores"):
         scores = logits.scores.at(positions)
         sums.nats = -float(scores.logp_T.double().sum())
         sums.correct = int(scores.correct_T.sum())

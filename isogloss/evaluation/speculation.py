@@ -18,8 +18,8 @@ from dataclasses import dataclass
 
 import torch
 
+from isogloss.align import all_bytes
 from isogloss.losses import at_least_float32, find_chunks
-from isogloss.spelling import all_bytes
 
 DRAFTED = 5  # tokens of a block, as often in examples of vLLM
 

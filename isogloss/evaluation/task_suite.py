@@ -18,6 +18,7 @@ from isogloss.evaluation.code_tasks import FILES as CODE_TASKS
 from isogloss.evaluation.task_model import GaveUp, TaskEncoder, evaluation_mode
 from isogloss.evaluation.task_options import TaskOptions
 from isogloss.evaluation.tasks import load_code_task, run_code_task
+from isogloss.student.whole_student import lend
 
 
 @dataclass
@@ -131,3 +132,7 @@ def load_suite(names, options, encoder, rank=0, size=1):
         with random_states_restored():
             tasks.append(harness.load_harness_task(name, options))
     return TaskSuite(tasks, encoder, options, rank, size)
+
+
+def prepare(state, inputs, stack):
+    lend(state, state.tasks.writes)

@@ -11,13 +11,10 @@ Fire reads the values.  The words around them are read here, because fire alone
 
 import dataclasses
 import difflib
-import inspect
 import math
 import os
 import re
-import shutil
 import sys
-import textwrap
 from contextlib import contextmanager
 from dataclasses import MISSING, fields
 from pathlib import Path
@@ -45,11 +42,9 @@ SCRATCH_BYTES = 32
 SHIPPED = "ds_configs", "recipes"
 
 # Slots of a row of a table: 250,000 rows of so many take 4 GB.
+DATE = "strftime_now"  # what chat templates ask for the date, a key of template kwargs
 MOST_SLOTS = 1024
 
-# Columns of the help: below 60 a description becomes a ribbon, above 120 the eye loses its line.
-NARROWEST = 60
-WIDEST = 120
 
 
 # --- one entry a flag -----------------------------------------------------------------------------
@@ -269,6 +264,8 @@ def parse_flags(kind, argv, positional=(), aliases=None, file_flag=""):
     """
     aliases = aliases or {}
     if "-h" in argv or "--help" in argv:
+        from isogloss.flags.help import help_text
+
         print(help_text(kind, positional=positional, aliases=aliases))
         raise SystemExit(0)
     given = _assignments(kind, list(argv), positional, aliases)
@@ -303,7 +300,7 @@ def _instance(kind, given):
     return kind(**values)
 
 
-def _fields_by_name(kind):
+def fields_by_name(kind):
     return {field.name: field for field in fields(kind)}
 
 
@@ -375,7 +372,7 @@ def _assignments_of_file(kind, path, file_flag, aliases):
 
 def _field_of(kind, flag, aliases):
     """Return (field, negated) of a flag as it was written, such as --top-k or --nopack."""
-    by_name = _fields_by_name(kind)
+    by_name = fields_by_name(kind)
     name = flag.lstrip("-").replace("-", "_")
     name = aliases.get(name, name)
     is_long = flag.startswith("--")
@@ -403,79 +400,6 @@ def _nearest(name, names, aliases):
     if not near:
         return None
     return aliases.get(near[0], near[0])
-
-
-# --- the help -------------------------------------------------------------------------------------
-
-
-def help_text(kind, width=None, positional=(), aliases=None):
-    """Return the help of a dataclass: usage, the docstring's first paragraph, all of its flags.
-
-    Args:
-        width: columns; None: the terminal's, between 60 and 120.
-        positional, aliases: as for `parse_flags`.
-    """
-    if width is None:
-        columns = shutil.get_terminal_size().columns  # 80 where there is no terminal
-        width = min(max(columns, NARROWEST), WIDEST)
-    by_name = _fields_by_name(kind)
-    summary = inspect.getdoc(kind).split("\n\n")[0]
-    blocks = [_usage(kind, positional, width), _wrapped(summary, width)]
-    for title, names in (groups_of(kind) or {"flags": by_name}).items():
-        entries = [_flag_help(by_name[name], width) for name in names]
-        blocks.append("\n".join([f"{title}:", *entries]))
-
-    if any(field.type is bool for field in by_name.values()):
-        note = "A BOOL flag may stand alone: --flag means --flag=true, --noflag means --flag=false."
-        blocks.append(_wrapped(note, width))
-    if aliases:
-        pairs = [f"--{old} for --{new}" for old, new in aliases.items()]
-        blocks.append(_wrapped(f"Other names that work: {', '.join(pairs)}.", width))
-    return "\n\n".join(blocks)
-
-
-def _wrapped(text, width, indent=""):
-    return textwrap.fill(
-        " ".join(text.split()),
-        width,
-        initial_indent=indent,
-        subsequent_indent=indent,
-        break_long_words=False,  # paths and flags stay whole, so that they can be copied
-        break_on_hyphens=False,
-    )
-
-
-def _usage(kind, positional, width):
-    spec = getattr(sys.modules["__main__"], "__spec__", None)
-    if spec is None:
-        program = Path(sys.argv[0]).name
-    else:  # it was started by python -m, which names a package "package.__main__"
-        program = f"python -m {spec.name.removesuffix('.__main__')}"
-    words = [f"usage: {program}", *map(str.upper, positional)]
-    for field in fields(kind):
-        if field.default is MISSING and field.name not in positional:
-            words.append(f"--{field.name} {_type_name(field)}")
-    words.append("[--flag value ...]")
-    return _wrapped(" ".join(words), width)
-
-
-def _type_name(field):
-    return "TEXT" if field.type is str else field.type.__name__.upper()
-
-
-def _flag_help(field, width):
-    """Return a flag's name, type and default on one line, and its description below."""
-    default = field.default
-    if default is MISSING:
-        note = "required"
-    elif field.type is bool:
-        note = f"default: {str(default).lower()}"  # as it is written on the command line
-    elif default == "":
-        note = 'default: ""'
-    else:
-        note = f"default: {default}"
-    about = _wrapped(field.metadata.get("about", ""), width, indent=" " * 6)
-    return f"  --{field.name} {_type_name(field)} ({note})\n{about}"
 
 
 # --- errors ---------------------------------------------------------------------------------------

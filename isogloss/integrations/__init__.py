@@ -31,7 +31,8 @@ from isogloss.job.columns import to_device
 from isogloss.models.pretrained import load_model
 from isogloss.objective.objective import LossTerms, TeacherTerm, micro_batch_loss
 from isogloss.targets import TeacherSetup, teacher_targets
-from isogloss.teachers.model import ModelSpec, ModelTeacher, WholeModel
+from isogloss.teachers.engines.whole import ModelTeacher, WholeModel
+from isogloss.teachers.model import ModelSpec
 from isogloss.tiles import StoredLogits, head_of
 
 # Flags of distill.py that mean something here.

@@ -36,6 +36,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from isogloss.job.processes import is_running
+
 DESCRIPTION_BYTES = 1024  # room for a slot's description, which takes about 250
 CUDA_HANDLE_BYTES = 64  # CU_IPC_HANDLE_SIZE of cuda.h
 CUDA_OUT_OF_MEMORY = 2  # CUDA_ERROR_OUT_OF_MEMORY of cuda.h
@@ -396,17 +398,6 @@ def _fence() -> None:
     for _ in range(2):
         with _lock:
             pass
-
-
-def is_running(process: int) -> bool:
-    """Return whether a process exists and has not ended; a zombie has ended."""
-    try:
-        with open(f"/proc/{process}/stat") as file:
-            # "id (name) state ...", where the name may hold spaces and parentheses
-            state = file.read().rpartition(")")[2].split()[0]
-    except (FileNotFoundError, ProcessLookupError):
-        return False
-    return state not in "ZX"
 
 
 def _mark(device: torch.device) -> Callable[[], None] | None:

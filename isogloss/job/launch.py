@@ -19,7 +19,7 @@ from deepspeed.accelerator import get_accelerator
 
 from isogloss.flags.parse import is_first_of_node, is_first_rank, refusing
 from isogloss.job import rendezvous
-from isogloss.job.layout import place_in_job, split_ranks
+from isogloss.job.layout import place_in_job
 from isogloss.job.watch import current_watch, print_line
 
 # Open files a rank may need: shared memory takes two per buffer, and the usual limit is 1,024.
@@ -45,7 +45,11 @@ def join_job(teacher_ranks):
         teacher_ranks: of every node, see `layout.split_ranks`; 0: none is for teachers alone.
     """
     with refusing(loud=is_first_of_node()):
-        roles = split_ranks(teacher_ranks) if teacher_ranks else None
+        roles = None
+        if teacher_ranks:
+            from isogloss.job.roles import split_ranks
+
+            roles = split_ranks(teacher_ranks)
         join_store()
     return roles
 

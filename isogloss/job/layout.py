@@ -11,14 +11,12 @@ sees only its own world.
 Tests: tests/test_layouts.py, tests/test_distributed.py.
 """
 
-import math
 import os
 from typing import NamedTuple
 
-import torch
 import torch.distributed as dist
 
-from isogloss.job.rendezvous import LOADING_TIMEOUT, job_store, read_value, write_value
+from isogloss.job.rendezvous import LOADING_TIMEOUT, read_value, write_value
 
 
 def node_size():
@@ -61,50 +59,6 @@ class Roles(NamedTuple):
         return read_value(self.store, f"node {self.node}: {key}")
 
 
-def check_teacher_ranks(teacher_ranks, ranks_per_node):
-    """Raise a ValueError where a node has no rank left for the student."""
-    if teacher_ranks >= ranks_per_node:
-        raise ValueError(f"--teacher_ranks {teacher_ranks}: a node of this job has "
-                         f"{ranks_per_node} ranks, and at least one is for the student; start more "
-                         "ranks or leave the flag out")
-
-
-def split_ranks(teacher_ranks):
-    """Split the job into two worlds: the last `teacher_ranks` ranks of every node, and the others.
-
-    Call it before anything joins a process group.  It sets RANK, WORLD_SIZE and LOCAL_SIZE of the
-    environment to those of this rank's world, whose process group `start_distributed` joins then.
-
-    Returns:
-        Roles.
-    Raises:
-        ValueError: a node has no rank left for the student; or see `job_store`.
-    """
-    environ = os.environ
-    job_rank = int(environ.get("RANK", 0))
-    job_size = int(environ.get("WORLD_SIZE", 1))
-    # node_size() cannot be used here: there is no process group to ask yet.
-    ranks_per_node = int(environ.get("LOCAL_SIZE") or environ.get("LOCAL_WORLD_SIZE") or job_size)
-    check_teacher_ranks(teacher_ranks, ranks_per_node)
-    store = job_store()
-    node, local_rank = divmod(job_rank, ranks_per_node)
-    student_ranks = ranks_per_node - teacher_ranks
-    role = "student"
-    ranks_of_role = student_ranks
-    if local_rank >= student_ranks:
-        role = "teacher"
-        ranks_of_role = teacher_ranks
-        local_rank -= student_ranks
-
-    rank = node * ranks_of_role + local_rank
-    world_size = job_size // ranks_per_node * ranks_of_role
-    environ["RANK"] = str(rank)
-    environ["WORLD_SIZE"] = str(world_size)
-    environ["LOCAL_SIZE"] = str(ranks_of_role)
-    both_worlds = dist.PrefixStore("job", store)
-    return Roles(role, node, local_rank, student_ranks, teacher_ranks, both_worlds)
-
-
 def place_in_job(roles=None):
     """Return (number of this rank in the job, ranks of the job): the student's ranks come first.
 
@@ -121,6 +75,49 @@ def place_in_job(roles=None):
     if roles.role == "teacher":
         rank += nodes * roles.student_ranks
     return rank, nodes * (roles.student_ranks + roles.teacher_ranks)
+
+
+# --- ranks that share their samples ------------------------------------------------------
+
+
+class SequenceGroup(NamedTuple):
+    """Name the ranks that hold the shards of the same sequences, in order.
+
+    group: process group of torch.distributed.
+    rank: index of this rank in the group, which is also the index of its shard.
+    size: ranks in the group, and so shards of a sequence.
+    """
+
+    group: object
+    rank: int
+    size: int
+
+    def with_halo(self, logits, halo_index_M):
+        """Return logits with the halo of a shard, see `sequence_group.gather_halo`."""
+        from isogloss.job.sequence_group import gather_halo
+
+        return gather_halo(logits, halo_index_M, self)
+
+    def with_halo_values(self, values_NX, halo_index_M):
+        """Return values with the halo of a shard, see `sequence_group.halo_values`."""
+        from isogloss.job.sequence_group import halo_values
+
+        return halo_values(values_NX, halo_index_M, self)
+
+
+def join_sequence_group(size):
+    """Join the group of `size` neighboring ranks that this rank is in; all ranks take part.
+
+    Returns:
+        SequenceGroup.
+    """
+    # new_group is collective: every rank has to create every group, in the same order.
+    for first in range(0, dist.get_world_size(), size):
+        ranks = list(range(first, first + size))
+        group = dist.new_group(ranks, timeout=LOADING_TIMEOUT)
+        if dist.get_rank() in ranks:
+            sequence_group = SequenceGroup(group, ranks.index(dist.get_rank()), size)
+    return sequence_group
 
 
 # --- replicas of a teacher ------------------------------------------------------------------------
@@ -149,141 +146,3 @@ def teacher_groups(world, node, degree):
         raise ValueError(f"--teacher_tp {degree}: does not divide the {node} ranks of a node that "
                          f"hold teachers, and a teacher cannot span nodes; use one of {possible}")
     return [list(range(first, first + degree)) for first in range(0, world, degree)]
-
-
-class Replica:
-    """Join the ranks that hold one teacher together; DeepSpeed takes a replica as `mpu`.
-
-    Attributes:
-        ranks: list of neighboring ranks.
-        group: their process group.
-    """
-
-    def __init__(self, degree):
-        """Create the groups of all replicas; all ranks take part.
-
-        Raises:
-            ValueError: see `teacher_groups`.
-        """
-        # new_group is collective: every rank has to create every group, in the same order.
-        for ranks in teacher_groups(dist.get_world_size(), node_size(), degree):
-            group = dist.new_group(ranks, timeout=LOADING_TIMEOUT)
-            if dist.get_rank() in ranks:
-                self.ranks = ranks
-                self.group = group
-
-    def run_for_each_member(self, run, ids_BT, sequence_parallel_size=1, max_positions=0):
-        """Return run(ids_BT) for this rank's ids, where a run takes all ranks of the replica.
-
-        The ids of several members make up one run as long as `join_members` allows it.  Members of
-        one sequence group have the same ids, which are run once.
-
-        Args:
-            run: ids -> (B, T, X) output, in which no position depends on a later one; collective
-                over the replica.
-            ids_BT: (B, T) or (2, B, T) int64, see `model.model_input`; values and shape
-                differ from rank to rank.
-            sequence_parallel_size: neighboring ranks with the same ids, counted from rank 0 of the
-                job.
-            max_positions: see `join_members`.
-        """
-        # Replicas and sequence groups are both aligned blocks of neighbors, so their intersections
-        # are, too, and have this size.
-        num_sharing = math.gcd(sequence_parallel_size, len(self.ranks))
-        ids_of_members = self._gather(ids_BT)[::num_sharing]
-        local_member = self.ranks.index(dist.get_rank()) // num_sharing
-        num_rows, width = ids_BT.shape[-2:]
-        local_output = None
-        for members in join_members([ids.shape[-2:] for ids in ids_of_members], max_positions):
-            output = run(join_ids([ids_of_members[member] for member in members]))
-            if local_member in members:
-                before = members[: members.index(local_member)]
-                first = sum(ids_of_members[member].shape[-2] for member in before)
-                local_output = output[first : first + num_rows, :width]
-                if len(members) > 1:  # a view would keep the output of all
-                    local_output = local_output.clone()
-        return local_output
-
-    def _gather(self, ids_BT):
-        # all_gather takes tensors of one shape, so shapes go ahead
-        shape = torch.tensor(ids_BT.shape, device=ids_BT.device)
-        shapes = [torch.empty_like(shape) for _ in self.ranks]
-        dist.all_gather(shapes, shape, group=self.group)
-        shapes = torch.stack(shapes).tolist()
-        sizes = [math.prod(shape) for shape in shapes]
-        padded = ids_BT.new_zeros(max(sizes))
-        padded[: ids_BT.numel()] = ids_BT.flatten()
-        of_ranks = [torch.empty_like(padded) for _ in self.ranks]
-        dist.all_gather(of_ranks, padded, group=self.group)
-        return [ids[:size].view(shape) for ids, size, shape in zip(of_ranks, sizes, shapes)]
-
-    # DeepSpeed's inference engine calls these.
-
-    def get_model_parallel_group(self):
-        return self.group
-
-    def get_model_parallel_world_size(self):
-        return len(self.ranks)
-
-    def get_model_parallel_rank(self):
-        return self.ranks.index(dist.get_rank())
-
-    def get_data_parallel_group(self):
-        return None
-
-
-# Positions of a run in which members are joined, padding included, for each position of theirs.
-# Not tuned: a quarter more work costs less than a run of its own where runs are small.
-MOST_PADDING = 1.25
-
-
-def join_members(shapes, max_positions):
-    """Group the members of a replica whose ids make up one run.
-
-    Members of similar width come together, so that little of a run is padding.
-
-    Args:
-        shapes: (rows, width) of the ids of every member, equal on every rank.
-        max_positions: of a run of several members, padding included.
-    Returns:
-        lists of members, each in one of them.
-
-    >>> join_members([(1, 100), (2, 30), (1, 90), (1, 100)], 200)
-    [[1], [2, 0], [3]]
-    """
-    groups = []
-    total_rows = 0
-    num_positions = 0
-    for member in sorted(range(len(shapes)), key=lambda member: shapes[member][1]):
-        rows, width = shapes[member]
-        total_rows += rows
-        num_positions += rows * width
-        # sorted: this width is the largest so far
-        most = min(max_positions, MOST_PADDING * num_positions)
-        if not groups or total_rows * width > most:
-            groups.append([])
-            total_rows = rows
-            num_positions = rows * width
-        groups[-1].append(member)
-    return groups
-
-
-def join_ids(ids_of_members):
-    """Return one tensor of the ids of several members, padded on the right.
-
-    Args:
-        ids_of_members: (B, T) or (2, B, T) int64 each, the second part positions.
-    """
-    if len(ids_of_members) == 1:
-        return ids_of_members[0]
-    width = max(ids.shape[-1] for ids in ids_of_members)
-    padded = []
-    for ids in ids_of_members:
-        size = width - ids.shape[-1]
-        ids = torch.nn.functional.pad(ids, (0, size))  # id 0 is a token of any model
-        if size and ids.dim() == 3:
-            # Positions go on, as in a batch: each break would begin a document.
-            first = ids[1, :, -size - 1, None] + 1
-            ids[1, :, -size:] = first + torch.arange(size, device=ids.device)
-        padded.append(ids)
-    return torch.cat(padded, -2)

@@ -13,37 +13,6 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-from isogloss.job.rendezvous import LOADING_TIMEOUT
-
-
-class SequenceGroup(NamedTuple):
-    """Name the ranks that hold the shards of the same sequences, in order.
-
-    group: process group of torch.distributed.
-    rank: index of this rank in the group, which is also the index of its shard.
-    size: ranks in the group, and so shards of a sequence.
-    """
-
-    group: object
-    rank: int
-    size: int
-
-
-def join_sequence_group(size):
-    """Join the group of `size` neighboring ranks that this rank is in; all ranks take part.
-
-    Returns:
-        SequenceGroup.
-    """
-    # new_group is collective: every rank has to create every group, in the same order.
-    for first in range(0, dist.get_world_size(), size):
-        ranks = list(range(first, first + size))
-        group = dist.new_group(ranks, timeout=LOADING_TIMEOUT)
-        if dist.get_rank() in ranks:
-            sequence_group = SequenceGroup(group, ranks.index(dist.get_rank()), size)
-    return sequence_group
-
-
 # --- the one exchange -----------------------------------------------------------------------------
 
 
@@ -148,12 +117,31 @@ class SequenceShard(NamedTuple):
         shard (B, S / size), flattened; from there on in the appended halo; -1: nowhere.
     halo_index: (M,) int64, the positions of the group's halo as indices into this rank's flattened
         shard; -1: another rank holds it.
+    columns: of a row, those that the rank holds.
     """
 
     owned_mask: torch.Tensor
     teacher_mask: torch.Tensor
     local_position: torch.Tensor
     halo_index: torch.Tensor
+    columns: slice
+
+    def localized(self, tiles):
+        """Return tiles with the student positions of this rank: its shard, then the halo."""
+        return [tile._replace(student_positions=self.local_position[tile.student_positions])
+                for tile in tiles]
+
+    def localize(self, batch):
+        """Let a TeacherBatch name the student's positions as this rank holds them."""
+        batch.tiles = self.localized(batch.tiles)
+        num_local = batch.student_chunk[:, self.columns].numel()
+        batch.student_chunk = batch.student_chunk[:, self.columns].contiguous()
+        # the positions of the shard, then those of the halo
+        sample = torch.zeros(num_local + len(self.halo_index), dtype=torch.long)
+        reachable = self.local_position >= 0
+        sample[self.local_position[reachable]] = batch.sample_of_student[reachable]
+        batch.sample_of_student = sample
+        batch.halo_index = self.halo_index
 
 
 def sequence_shard(student_chunk_BS, teacher_chunk_BT, rank, size):
@@ -195,7 +183,29 @@ def sequence_shard(student_chunk_BS, teacher_chunk_BT, rank, size):
     halo_index = local_position[halo_M]  # a copy, taken before the appended positions are filled in
     appended_M = B * shard_length + torch.arange(len(halo_M))
     local_position[halo_M] = torch.where(is_local_BS.flatten()[halo_M], halo_index, appended_M)
-    return SequenceShard(owner_BS == rank, teacher_mask, local_position, halo_index)
+    return SequenceShard(owner_BS == rank, teacher_mask, local_position, halo_index,
+                         shard_columns(S, rank, size))
+
+
+def shard_columns(width, rank, size):
+    """Return the slice of a row of `width` positions that a rank of a group holds."""
+    size = width // size
+    return slice(rank * size, (rank + 1) * size)
+
+
+def keep_shard(student, rank, size):
+    """Cut the tensors of a StudentBatch to a rank's shard of every row."""
+    num_rows, width = student.ids.shape
+    if student.positions is None:  # a shard does not begin at position 0
+        student.positions = torch.arange(width).expand(num_rows, width)
+    # here, because every layer would have to wait for the device to tell
+    student.documents = document_spans(student.positions)
+    columns = shard_columns(width, rank, size)
+    for name in ("ids", "labels", "num_bytes", "positions", "logp", "is_text"):
+        whole = getattr(student, name)
+        if whole is not None:
+            # a view would send the rows' whole storage from the data worker
+            setattr(student, name, whole[:, columns].contiguous())
 
 
 def _largest_id(chunk):

@@ -27,8 +27,8 @@ from tqdm import tqdm
 from isogloss.flags.parse import is_first_rank, line_about
 from isogloss.job import rendezvous
 from isogloss.job.counts import global_sums
-from isogloss.job.ipc import is_running
 from isogloss.job.layout import place_in_job
+from isogloss.job.processes import is_running
 
 PERIOD = 1.0  # seconds between looks
 # Seconds for a rank to end by itself, when its collectives fail or all ranks refuse an input.  Not

@@ -5,7 +5,6 @@ Tests: tests/test_sequence.py.
 """
 
 from collections import deque
-from contextlib import nullcontext
 from functools import cache
 
 import torch
@@ -104,7 +103,7 @@ def copy_stream():
     return torch.cuda.Stream() if torch.cuda.is_available() else None
 
 
-def offload_activations(shape, enabled=True):
+def offload_activations(shape):
     """Return a context in which tensors of this shape, saved for backward, wait in host memory.
 
     Around a model with activation checkpointing, and with the shape of its hidden states, these are
@@ -112,9 +111,6 @@ def offload_activations(shape, enabled=True):
 
     Args:
         shape: of the tensors that move.
-        enabled: False: return a context that does nothing.
     """
-    if not enabled:
-        return nullcontext()
     copies = HostCopies(shape, copy_stream())
     return saved_tensors_hooks(copies.pack, copies.unpack)

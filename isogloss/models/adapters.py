@@ -20,11 +20,20 @@ import deepspeed
 import torch
 
 from isogloss.flags.model_names import read_model_name, split_revision
-from isogloss.models.quantized import num_weights
+from isogloss.models.parts import (
+    NAME,
+    adapter_of,
+    end_parameters,
+    ends_of,
+    is_adapter,
+    layers_of,
+    merged_weight,
+    plain_name,
+    product,
+)
 from isogloss.models.tied import is_tied
 from isogloss.projection_tools.tokenizers import reading
 
-NAME = "default"  # peft's name of the one adapter that a model here has
 PREFIX = "base_model.model."  # of the names in an adapter's file
 ENDS = ("embedding", "head")  # in place of names that only the model knows
 # What an adapter may hold beside its pairs of matrices, none of which is merged or written here.
@@ -130,12 +139,6 @@ def add_adapter(flag, model, config, seed=0):
         _train_ends(flag, model, config, saved)
 
 
-def ends_of(model):
-    """Return {name: module} of a model's input embedding and head."""
-    ends = model.get_input_embeddings(), model.get_output_embeddings()
-    return {name: module for name, module in model.named_modules() if module in ends}
-
-
 def _train_ends(flag, model, config, saved):
     """Train the embedding and the head, too, and name them in peft's config.
 
@@ -232,35 +235,6 @@ def _load_ends(flag, name, model, weights):
                 parameter.copy_(weight)
 
 
-def end_parameters(model):
-    """List (name, parameter) of a model's embedding and head; a tied one has two names."""
-    pairs = []
-    for module_name, module in ends_of(model).items():
-        for name, parameter in module.named_parameters():
-            pairs.append((f"{module_name}.{name}", parameter))
-    return pairs
-
-
-def is_adapter(name):
-    return ".lora_A." in name or ".lora_B." in name
-
-
-def plain_name(name):
-    """Return the name that a frozen weight has in the model without its adapter."""
-    return name.replace(".base_layer.", ".")
-
-
-def adapter_of(model):
-    """Return peft's config of a model's adapter, None of a model without one."""
-    return getattr(model, "peft_config", {}).get(NAME)
-
-
-def layers_of(model):
-    """Return {name: layer with an adapter} of a model."""
-    return {name: module for name, module in model.named_modules()
-            if hasattr(module, "base_layer") and hasattr(module, "lora_A")}
-
-
 @torch.no_grad()
 def merge_into(model):
     """Add an adapter's products to the weights of its model, and take it out again.
@@ -272,19 +246,13 @@ def merge_into(model):
         partitioned = [base.weight] if hasattr(base.weight, "ds_id") else []
         # all ranks have the same adapter; the sum of rank 0 is the one that is kept
         with deepspeed.zero.GatheredParameters(partitioned, modifier_rank=0):
-            delta = _product(layer, layer.lora_A[NAME].weight, layer.lora_B[NAME].weight)
+            delta = product(layer, layer.lora_A[NAME].weight, layer.lora_B[NAME].weight)
             if base.weight.device.type != "meta" and base.weight.numel():
                 base.weight.data.copy_(base.weight.float() + delta.to(base.weight.device))
         parent, _, child = name.rpartition(".")
         setattr(model.get_submodule(parent), child, base)
     del model.peft_config
     model.requires_grad_(True)
-
-
-def _product(layer, down_RI, up_OR):
-    """Return the float32 (out, in) matrix that an adapter adds to a weight, in its layout."""
-    delta = layer.scaling[NAME] * (up_OR.float() @ down_RI.float())
-    return delta.T if getattr(layer, "fan_in_fan_out", False) else delta
 
 
 @contextmanager
@@ -310,11 +278,6 @@ def merged_weights(model, weights):
         up = weights[f"{name}.lora_B.{NAME}.weight"]
         plain[f"{name}.weight"] = merged_weight(layer, plain[f"{name}.weight"], down, up)
     return plain
-
-
-def merged_weight(layer, weight, down_RI, up_OR):
-    """Return a weight of a layer with an adapter, whose product is added."""
-    return (weight.float() + _product(layer, down_RI, up_OR)).to(weight.dtype)
 
 
 def names_in_file(model):
@@ -344,17 +307,3 @@ def write_adapter(model, weights, folder):
     config = copy.deepcopy(config)
     config.inference_mode = True  # as for an adapter that is loaded to be used
     config.save_pretrained(folder)
-
-
-def describe_trained(model):
-    """Return a line that says how many of a model's weights are trained; "": all."""
-    config = adapter_of(model)
-    total = 0
-    trained = 0
-    for parameter in model.parameters():
-        numel = getattr(parameter, "ds_numel", num_weights(parameter))
-        total += numel
-        trained += numel if parameter.requires_grad else 0
-    name = f"adapter of r {config.r}, alpha {config.lora_alpha:g}: " if config else ""
-    line = f"{name}trains {trained:,} of {total:,} weights ({trained / total:.2%})"
-    return line if trained < total else ""

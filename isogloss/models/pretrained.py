@@ -5,6 +5,7 @@ the reason.  Code that comes with a model runs with --trust_remote_code alone.
 """
 
 import contextlib
+import copy
 import re
 from pathlib import Path
 
@@ -12,8 +13,7 @@ import torch
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoModelForCausalLM
 
 from isogloss.flags.model_names import read_model_name
-from isogloss.models.adapters import adapter_of, add_adapter, load_adapter, merge_into
-from isogloss.models.quantized import unpacked_layer
+from isogloss.models.parts import adapter_of, unpacked_layer
 from isogloss.models.tied import check_code, untie_as_files_do
 from isogloss.projection_tools.tokenizers import reading
 
@@ -137,10 +137,31 @@ def load_model(role, path, trust_remote_code=False, adapter=None, **options):
         raise ValueError(f"--{role} {path}: its config.json says that its weights are quantized, "
                          f"and {bare} is not; take quantization_config out of it")
     if name.adapter:
+        from isogloss.models.adapters import load_adapter, merge_into
+
         load_adapter(role, path, model, name.adapter, adapter)
         if adapter is None and not quantization_of(model.config):  # packed bits take no sum
             merge_into(model)
     return model
+
+
+def student_adapter(cfg):
+    """Return peft's config of the adapter that the flags ask for; None: all weights are trained."""
+    if not cfg.lora_r:
+        return None
+    from isogloss.models import adapters
+
+    return adapters.student_adapter(cfg)
+
+
+def add_adapter_of(model, other, dtype):
+    """Put layers as those of a model's adapter, if it has one, into another model of a dtype."""
+    adapter = copy.deepcopy(adapter_of(model))
+    if adapter:
+        from isogloss.models.adapters import add_adapter
+
+        add_adapter(f"lora_r {adapter.r}", other, adapter)
+        other.to(dtype)  # peft keeps adapters in float32
 
 
 def random_model(role, path, trust_remote_code=False, **options):
@@ -243,6 +264,8 @@ def check_weights(role, path, trust_remote_code=False, adapter=None, *, attentio
     check_code(role, path, model)
     model.tie_weights()  # what files name twice: without values transformers leaves it apart
     if adapter and adapter_of(model) is None:
+        from isogloss.models.adapters import add_adapter
+
         add_adapter(f"lora_r {adapter.r}", model, adapter)
 
 

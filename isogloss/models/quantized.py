@@ -29,29 +29,3 @@ def keep_as_loaded(model):
     for module in model.modules():
         if hasattr(module, "support_avx512bf16_for_cpu"):
             module.support_avx512bf16_for_cpu = False
-
-
-def unpacked_layer(model):
-    """Return the name of a layer whose weight should be in 4 bits and is not, or None."""
-    for name, module in model.named_modules():
-        is_packed = getattr(getattr(module, "weight", None), "quant_state", None) is not None
-        takes_packed = hasattr(module, "quant_state") and module.weight.device.type != "meta"
-        if takes_packed and not is_packed:
-            return name
-    return None
-
-
-def plain(tensor, dtype):
-    """Return a tensor on the CPU; of a quantized one its numbers, in `dtype`."""
-    state = getattr(tensor, "quant_state", None)
-    if state is None:
-        return tensor.detach().cpu().clone()
-    from bitsandbytes.functional import dequantize_4bit
-
-    return dequantize_4bit(tensor.data, state).to("cpu", dtype)
-
-
-def num_weights(parameter):
-    """Return how many weights a parameter has, of which two may share a byte."""
-    state = getattr(parameter, "quant_state", None)
-    return parameter.numel() if state is None else state.shape.numel()

@@ -13,10 +13,7 @@ from isogloss import losses
 from isogloss.flags.model_names import is_address
 from isogloss.models.compiler import loss_compiler, plain
 from isogloss.nodes import Tables, with_rest
-from isogloss.objective.token_weights import FLAGS, OF_ENTROPY, weighed_by_entropy
-from isogloss.projection_tools.build import cached_projection
 from isogloss.projection_tools.cells import cached_translation
-from isogloss.projection_tools.files import as_tables, load_projection
 from isogloss.projection_tools.tokenizers import Pair
 from isogloss.teachers.protocol import FLAGS_OF_MODELS
 from isogloss.tile_plan import GPU_SUB_TILES
@@ -40,7 +37,7 @@ class DistillationLoss:
             None.
         coverage_names: the metrics of `coverage` that an evaluation logs.
         indices_VK: the projection's teacher tokens, -1 in unused slots; None: it uses none.
-        learned_projection: LearnedProjection whose scores are trained with the student, or None.
+        learned_projection: `projected.LearnedProjection` whose scores are trained, or None.
         is_observed: loss_fn takes a fourth argument, a `losses.Observer` of what it compares.
         live_copies: see `LossSpec.live_copies`.
     """
@@ -52,143 +49,22 @@ class DistillationLoss:
     coverage: Callable | None = None
     coverage_names: tuple = ()
     indices_VK: torch.Tensor | None = None
-    learned_projection: "LearnedProjection | None" = None
+    learned_projection: object | None = None
     is_observed: bool = False
     live_copies: float = DEFAULT_COPIES
-
-
-class LearnedProjection:
-    """Train the weights of a projection with the student: a softmax of scores in each row.
-
-    It starts as the projection that it is given; rows of one slot stay as they are.  The scores
-    (V, K) are the parameter `projection_scores` of StudentWithLoss, so the engine steps, saves and
-    resumes them.
-    """
-
-    def __init__(self, indices_VK, likelihoods_VK, pair):
-        self.indices_VK = indices_VK
-        self.pair = pair
-        self.module = None
-        # log of the weights, so that a softmax gives them back; 1e-6 stands for an unused slot
-        self.start_VK = likelihoods_VK.clamp(min=1e-6).log()
-
-    def attach(self, module, device):
-        """Make the scores a parameter of a StudentWithLoss."""
-        scores = torch.nn.Parameter(self.start_VK.to(device))
-        module.register_parameter("projection_scores", scores)
-        self.module = module
-
-    def likelihoods(self, scores=None):
-        """Return (V, K) float32 weights as they are now; rows sum to 1, or to 0 without a slot."""
-        scores = self.module.projection_scores if scores is None else scores
-        used = self.indices_VK >= 0
-        # finite, because a row without a slot has nothing else to normalize
-        masked = torch.where(used, scores.float(), -1e9)
-        return torch.where(used, masked.softmax(1), 0.0)
-
-    def tables(self, scores=None):
-        """Return what a projection file holds, rows sorted by weight again."""
-        weights, order = self.likelihoods(scores).detach().sort(dim=1, descending=True, stable=True)
-        arrays = self.indices_VK.gather(1, order).cpu().numpy(), weights.cpu().numpy()
-        return as_tables(arrays, self.pair, "distill.py --learn_projection")
 
 
 # --- build: (cfg, pair, device, has_rest) -> DistillationLoss -------------------------------------
 
 
-def build_projection_kl(cfg, pair, device, has_rest=False):
-    indices, likelihoods = _projection(cfg, pair, device)
-    learned = LearnedProjection(indices, likelihoods, pair) if cfg.learn_projection else None
-    # Entries of a learned projection hold their place in it, where the weight is looked up anew
-    # in every step.
-    places = torch.arange(indices.numel(), device=device).view_as(indices)
-    source = places if learned else likelihoods
+def projected(name, **options):
+    """Return the build of a loss that has a projection: a function of projected.py."""
+    def build(cfg, pair, device, has_rest=False):
+        from isogloss.objective import projected
 
-    if has_rest and cfg.chunk_average == "logp":
-        raise ValueError("--chunk_average logp: a mean of logarithms needs all of the teacher's "
-                         "tokens, and of this teacher some are kept; keep hidden states")
-    num_tokens = len(pair.tables[1])
-    # slots of a learned projection may get any weight
-    weights = torch.ones_like(likelihoods) if learned else likelihoods
-    reachable_W = losses.reachable_tokens(indices, weights, num_tokens)
-    if not reachable_W.any():
-        raise ValueError("--projection: no student token maps to a token of the teacher; build it "
-                         "for these two models")
+        return getattr(projected, name)(cfg, pair, device, has_rest, **options)
 
-    def compare(listed, kept_K):
-        """Return the loss of the columns kept_K of the logits; None: of all that these have."""
-
-        def loss_fn(student_logits, teacher_logits, sub_tile, observe=None):
-            entries = listed
-            if learned:
-                weights = learned.likelihoods().flatten()
-                entries = listed._replace(weight_E=weights[listed.weight_E])
-            ids = batch_of_one(sub_tile)
-            return losses.projection_kl(
-                student_logits[None], teacher_logits[None], ids.student_chunk, ids.teacher_chunk,
-                indices, likelihoods, kept_K=kept_K, temperature=cfg.temperature,
-                chunk_average=cfg.chunk_average, reverse=cfg.reverse_kl, weight_BS=ids.weight,
-                entries=entries, chunks=sub_tile.terms, has_rest=has_rest, observe=observe)[0]
-
-        return loss_fn
-
-    def for_columns(kept_K):
-        # once per step, not once per sub-tile: it goes through all V * K entries
-        return compare(losses.projection_entries(indices, source, num_tokens, kept_K), None)
-
-    def coverage(teacher_logits, sub_tile):
-        mass_T = losses.at_least_float32(teacher_logits[sub_tile.teacher_chunk >= 0]).softmax(-1)
-        of_tokens = mass_T[:, : len(reachable_W)]  # what a rest holds is not known
-        return {"unreachable_mass": (of_tokens[:, ~reachable_W].sum(), len(mass_T))}
-
-    kept_K = None
-    if cfg.projection_columns == "reachable" and not reachable_W.all():
-        kept_K = reachable_W.nonzero().squeeze(1)
-    return DistillationLoss(
-        compare(losses.projection_entries(indices, source, num_tokens, kept_K), kept_K),
-        for_columns=for_columns, comparable_W=None if kept_K is None else reachable_W,
-        coverage=coverage, coverage_names=("unreachable_mass",), indices_VK=indices,
-        learned_projection=learned, is_observed=True)
-
-
-def _common_and_rest(cfg, pair, device, relaxed=False):
-    """Return (indices (V, K), ids of the common tokens on either side, those of all others).
-
-    They are known here once, so that nothing waits for the device in a step.
-    """
-    indices, likelihoods = _projection(cfg, pair, device)
-    common = losses.common_tokens(indices, likelihoods, relaxed=relaxed)
-    rest = [losses.other_tokens(ids, len(table)) for ids, table in zip(common, pair.tables)]
-    return indices, common, rest
-
-
-def build_gold(cfg, pair, device, has_rest=False, *, relaxed=False):
-    indices, common, rest = _common_and_rest(cfg, pair, device, relaxed)
-
-    def loss_fn(student_logits, teacher_logits, sub_tile, observe=None):
-        ids = batch_of_one(sub_tile)
-        return losses.gold(
-            student_logits[None], teacher_logits[None], ids.student_chunk, ids.teacher_chunk,
-            *common, temperature=cfg.temperature, uncommon_topk=cfg.uncommon_topk,
-            chunk_average=cfg.chunk_average, reverse=cfg.reverse_kl, weight_BS=ids.weight,
-            chunks=sub_tile.terms, rest=rest, observe=observe)[0]
-
-    return DistillationLoss(loss_fn, indices_VK=indices, is_observed=True)
-
-
-def build_hybrid_uld(cfg, pair, device, has_rest=False):
-    indices, common, rest = _common_and_rest(cfg, pair, device)
-    matched_weight = None if cfg.matched_weight < 0 else cfg.matched_weight
-
-    def loss_fn(student_logits, teacher_logits, sub_tile):
-        ids = batch_of_one(sub_tile)
-        return losses.uld(
-            student_logits[None], teacher_logits[None], ids.student_labels, ids.teacher_labels,
-            ids.student_chunk, ids.teacher_chunk, temperature=cfg.temperature, common=common,
-            matched_weight=matched_weight, weight_BS=ids.weight, chunks=sub_tile.terms,
-            rest=rest)[0]
-
-    return DistillationLoss(loss_fn, indices_VK=indices)
+    return build
 
 
 def build_per_chunk(cfg, pair, device, has_rest=False, *, loss, flag_of):
@@ -293,15 +169,6 @@ def as_index(value):
     return value.long() if isinstance(value, torch.Tensor) else value
 
 
-def _projection(cfg, pair, device):
-    """Return (indices (V, K), likelihoods (V, K)) of the run's projection."""
-    if cfg.projection:
-        tables = load_projection(cfg.projection, pair)
-    else:
-        tables = cached_projection(pair)
-    return tables["indices"].to(device), tables["likelihoods"].to(device)
-
-
 def batch_of_one(sub_tile):
     """Return the sub-tile with a first axis of size 1 on ids, chunks and weight."""
     return sub_tile._replace(
@@ -376,16 +243,17 @@ COMMON_FLAGS = "temperature", "projection", "uncommon_topk", "chunk_average", "r
 LOSSES: dict[str, LossSpec] = {
     "piece_kl": divergence_loss(losses.forward_kl, 6.3),
     "projection_kl": LossSpec(
-        build_projection_kl, "projection",
+        projected("build_projection_kl"), "projection",
         ("temperature", "projection", "projection_topk", "projection_columns", "chunk_average",
          "reverse_kl"),
         columns=True, truncated="softened", linear_unless="reverse_kl", live_copies=4.2),
-    "gold": LossSpec(build_gold, "projection", COMMON_FLAGS, live_copies=6.4),
+    "gold": LossSpec(projected("build_gold"), "projection", COMMON_FLAGS, live_copies=6.4),
     "h_kl": LossSpec(
-        partial(build_gold, relaxed=True), "projection", COMMON_FLAGS, live_copies=6.4),
+        projected("build_gold", relaxed=True), "projection", COMMON_FLAGS, live_copies=6.4),
     "uld": per_chunk(losses.uld, live_copies=5.8),
     "hybrid_uld": LossSpec(
-        build_hybrid_uld, "projection", ("temperature", "projection", "matched_weight")),
+        projected("build_hybrid_uld"), "projection",
+        ("temperature", "projection", "matched_weight")),
     "alm": per_chunk(losses.alm, "text", live_copies=2.2, mode="alm_mode"),
     "forward_kl": divergence_loss(losses.forward_kl, 6.3),
     "reverse_kl": divergence_loss(losses.reverse_kl, 6.7),
@@ -400,7 +268,11 @@ LOSSES: dict[str, LossSpec] = {
 def flags_of_teacher(cfg):
     """Return the flags that the only teacher of a run and its loss read, of those of teachers."""
     kind = cfg.teacher_kind
-    flags = {*LOSSES[cfg.loss].flags, *FLAGS.get(cfg.token_weights, ())}
+    flags = set(LOSSES[cfg.loss].flags)
+    if cfg.token_weights:
+        from isogloss.objective.token_weights import FLAGS
+
+        flags.update(FLAGS[cfg.token_weights])
     if not cfg.loss_topk:
         flags.discard("loss_topk_of")
     if kind.has_weights:
@@ -429,7 +301,9 @@ def build_loss(cfg, student, teacher, device, has_rest=False):
     pair = Pair.of(student.tokenizer, teacher.tokenizer, names, tables)
     spec = LOSSES[cfg.loss]
     loss = spec.build(cfg, pair, device, has_rest)
-    if cfg.token_weights in OF_ENTROPY:
+    if cfg.token_weights in ("sure", "unsure"):
+        from isogloss.objective.token_weights import weighed_by_entropy
+
         if has_rest:
             raise ValueError(f"--token_weights {cfg.token_weights}: an entropy is of all of the "
                              "teacher's tokens, and of this teacher some are kept; keep hidden "

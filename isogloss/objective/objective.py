@@ -12,7 +12,7 @@ import torch
 
 from isogloss.data.batch_types import TeacherBatch, weigh_positions
 from isogloss.job.counts import TermSums
-from isogloss.job.sequence_group import SequenceGroup, gather_halo
+from isogloss.job.layout import SequenceGroup
 from isogloss.losses import next_token_cross_entropy
 from isogloss.tiles import (
     GradientWindow,
@@ -130,8 +130,9 @@ def micro_batch_loss(student_logits, terms):
     sources = []
     parts = []
     for number, term in enumerate(terms.teachers):
-        # hidden states of chunks that a sequence shard's border cuts
-        source = gather_halo(student_logits, term.batch.halo_index, terms.sequence_group)
+        source = student_logits
+        if terms.sequence_group:  # hidden states of chunks that a sequence shard's border cuts
+            source = terms.sequence_group.with_halo(student_logits, term.batch.halo_index)
         weights = [0.0 if number else terms.ce_weight, term.weight, *UNWEIGHTED]
         tile_loss = PairLoss(term.target.loss_fn, weights[:2], has_text=number == 0,
                              is_observed=term.target.is_observed,

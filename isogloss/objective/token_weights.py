@@ -20,7 +20,6 @@ import torch
 from isogloss.losses import at_least_float32
 from isogloss.teachers.protocol import BLOCK
 
-OF_ENTROPY = "sure", "unsure"
 # {--token_weights: the flags that it reads}
 FLAGS = {"early": ["token_half_life"], "column": ["weight_key"],
          "sure": ["token_entropy"], "unsure": ["token_entropy"]}
@@ -30,7 +29,7 @@ def weighed_by_entropy(loss, kind, half_entropy):
     """Return a DistillationLoss whose terms weigh as the teacher is sure where their chunk begins.
 
     Args:
-        loss: DistillationLoss; kind: one of OF_ENTROPY.
+        loss: DistillationLoss; kind: sure or unsure.
         half_entropy: nats at which a term weighs 1/2, more than 0.
     """
     def loss_fn(student_logits, teacher_logits, sub_tile, *observe):

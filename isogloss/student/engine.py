@@ -16,18 +16,19 @@ from transformers.integrations.deepspeed import (
     unset_hf_deepspeed_config,
 )
 
-from isogloss.models.activations import offload_activations, tile_mlps
-from isogloss.models.adapters import adapter_of, add_adapter, describe_trained, student_adapter
-from isogloss.models.pretrained import attention_options, load_model, random_model
-from isogloss.models.quantized import keep_as_loaded, num_weights, plain, quantization_options
+from isogloss.models.parts import adapter_of, describe_trained, num_weights, plain
+from isogloss.models.pretrained import (
+    attention_options,
+    load_model,
+    random_model,
+    student_adapter,
+)
 from isogloss.student.ds_engine import start_deepspeed
 from isogloss.student.finite import (
     gradient_norm,
     let_overflow_skip_steps,
     spoil_gradient_unless_finite,
 )
-from isogloss.student.freezing import require_gradients, waiting_groups, waiting_weights
-from isogloss.student.router import freeze_routers
 from isogloss.tiles import HiddenLogits, StoredLogits, head_of
 
 
@@ -123,9 +124,13 @@ def gathered(parameter):
 
 def kept_activations(model, shape, offload):
     """Return the context in which checkpointed activations of a (B, S) batch may be offloaded."""
+    if not offload:
+        return nullcontext()
+    from isogloss.models.activations import offload_activations
+
     # of checkpointed layers only their inputs are kept, which have this shape
     hidden_size = model.config.get_text_config().hidden_size
-    return offload_activations((*shape, hidden_size), offload)
+    return offload_activations((*shape, hidden_size))
 
 
 def logits_source(model, arguments, vocab, tiled):
@@ -205,14 +210,13 @@ class EngineRunner:
     batches_at_once = 1
     loss_group = None
 
-    def __init__(self, engine, vocab, balance=None, late=None):
+    balance = None
+    late = None
+
+    def __init__(self, engine, vocab):
         self.engine = engine
         self.vocab = vocab
-        self.balance = balance
-        self.late = late
         self.averaged_ranks = dist.get_world_size()
-        lines = describe_trained(engine.module.model), late and late.description
-        self.description = "; ".join(filter(None, lines))
         self.num_parameters = 0
         self.num_weights = 0
         for parameter in engine.module.parameters():
@@ -239,6 +243,11 @@ class EngineRunner:
             # changes weights after the last micro-batch, and none if the gradient is not finite
             engine.step()
         return total, norm
+
+    @property
+    def description(self):
+        lines = describe_trained(self.engine.module.model), self.late and self.late.description
+        return "; ".join(filter(None, lines))
 
     def reduce(self, batches, terms):
         return [self.engine(batch, of_batch) for batch, of_batch in zip(batches, terms)]
@@ -298,7 +307,10 @@ def load_student(cfg, ds_config, attention="auto"):
         ValueError: see `pretrained.load_model`.
     """
     options = {"dtype": torch.float32} | attention_options(attention)
-    options |= quantization_options(cfg.quantize, compute_dtype(ds_config))
+    if cfg.quantize:
+        from isogloss.models import quantized
+
+        options |= quantized.quantization_options(cfg.quantize, compute_dtype(ds_config))
     adapter = student_adapter(cfg)
     if cfg.from_scratch:
         load = partial(_random_student, cfg)
@@ -312,18 +324,26 @@ def load_student(cfg, ds_config, attention="auto"):
         if keep_alive:
             unset_hf_deepspeed_config()  # on every rank, or the teacher would be partitioned too
     if cfg.quantize:
-        keep_as_loaded(model)
+        quantized.keep_as_loaded(model)
     if adapter and adapter_of(model) is None:
+        from isogloss.models.adapters import add_adapter
+
         add_adapter(f"lora_r {cfg.lora_r}", model, adapter, cfg.seed)
     if cfg.freeze_router:
+        from isogloss.student.router import freeze_routers
+
         freeze_routers(model)
     if cfg.train_only and not cfg.freeze_until:
+        from isogloss.student.freezing import require_gradients, waiting_weights
+
         require_gradients(waiting_weights(model), False)
     model.config.use_cache = False
     model.train()  # from_pretrained leaves it in evaluation mode, without dropout
     if cfg.activation_checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     if cfg.mlp_tiles > 1:
+        from isogloss.models.activations import tile_mlps
+
         tile_mlps(model, cfg.mlp_tiles)
     return model
 
@@ -420,15 +440,20 @@ def optimizer_groups(module, projection_learning_rate=0.0, freeze_until=0):
     Weight decay spares vectors (norms and biases), as is the custom, and a learned projection.
     With freeze_until groups of weights that wait follow, see `freezing`.
     """
-    late = waiting_weights(module.model) if freeze_until else []
-    ids = set(map(id, late))
-    others = [parameter for parameter in module.model.parameters()
-              if parameter.requires_grad and id(parameter) not in ids]
+    others = [parameter for parameter in module.model.parameters() if parameter.requires_grad]
+    late = []
+    if freeze_until:
+        from isogloss.student.freezing import waiting_groups, waiting_weights
+
+        late = waiting_weights(module.model)
+        ids = set(map(id, late))
+        others = [parameter for parameter in others if id(parameter) not in ids]
     projection = {"params": module.loss_parameters(), "weight_decay": 0.0}
     if projection_learning_rate:
         projection["lr"] = projection_learning_rate
     groups = [projection, *groups_by_decay(others)]
-    groups += waiting_groups(*groups_by_decay(late))
+    if late:
+        groups += waiting_groups(*groups_by_decay(late))
     return [group for group in groups if group["params"]]
 
 

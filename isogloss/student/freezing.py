@@ -19,7 +19,7 @@ Tests: tests/test_freezing.py.
 from contextlib import contextmanager
 from functools import wraps
 
-from isogloss.models.adapters import end_parameters
+from isogloss.models.parts import end_parameters
 
 WAITS = "waits"  # key of a parameter group: its weight decay, None: the optimizer's own
 

@@ -12,10 +12,10 @@ import torch
 from deepspeed.runtime.utils import partition_balanced
 from torch import nn
 
+from isogloss.student.checks import probe_ids
 from isogloss.student.ds_config import batch_sizes
 
 # Tokens of which the whole model is asked before it is cut, and the stages after it.
-NUM_PROBES = 8
 # Multiply-adds that a loss takes for a logit, beside the head's; chosen, not measured.
 LOSS_WORK = 32
 
@@ -248,10 +248,6 @@ def probe(model, vocab):
     logits = model.eval()(input_ids=ids, use_cache=False).logits[..., :vocab]
     model.train(is_training)
     return logits
-
-
-def probe_ids(vocab):
-    return torch.arange(min(NUM_PROBES, vocab))
 
 
 def cut_list(layers, span, returns_tuple):

@@ -16,9 +16,13 @@ Ulysses: arXiv:2309.14509.  Tests: tests/test_sequence.py.
 """
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 
+from isogloss.job.layout import join_sequence_group
 from isogloss.job.sequence_group import document_spans
+from isogloss.models.pretrained import load_config
+from isogloss.student.checks import TOLERANCE, evaluation_mode, student_batch
 
 # The name under which the student's attention is registered with transformers.  A name of its own,
 # because teachers live in the same process and keep their usual attention.
@@ -62,7 +66,46 @@ def check_sequence_layout(size, num_ranks, config):
                          "the second or is a multiple of it")
 
 
+def prepare(state, inputs, stack):
+    check_sequence_shards(state)
+
+
+def check_sequence_shards(state):
+    """Raise a ValueError where cutting a text in two changes what the student says of it.
+
+    That is so for models that look at neighbors in another way than by attention.
+    """
+    group = state.sequence_group
+    text = torch.arange(8, device=state.device) % state.vocab
+    ids = torch.zeros(2, 16 * group.size, dtype=torch.long, device=state.device)
+    positions = torch.arange(16 * group.size, device=state.device).repeat(2, 1)
+    ids[0, :8] = text  # on the first rank
+    ids[1, 12:20] = text  # goes on where the shard of the next rank begins
+    positions[1, 12:] -= 12  # a sample of its own
+    columns = slice(16 * group.rank, 16 * (group.rank + 1))
+    with evaluation_mode(state):
+        logits = state.engine(student_batch(ids[:, columns], positions[:, columns]))
+    # every rank needs the verdict, or the others would go on
+    shards = [torch.empty_like(logits) for _ in range(group.size)]
+    dist.all_gather(shards, logits.contiguous(), group=group.group)
+    whole = shards[0][0, :8].float()
+    cut = torch.cat(shards[:2], 1)[1, 12:20].float()
+    tolerance = TOLERANCE[logits.dtype]  # the two are computed in other blocks
+    if not (whole - cut).norm() <= tolerance * whole.norm():
+        raise ValueError(
+            f"--student {state.cfg.student}: what it says of a text depends on where its shards "
+            "are cut, so its layers do more than attend; use --sequence_parallel 1")
+
+
 # --- attention over sharded sequences -------------------------------------------------------------
+
+
+def join(cfg):
+    """Join this rank's SequenceGroup; return (it, the name of the attention over its sequences)."""
+    sequence_group = join_sequence_group(cfg.sequence_parallel)
+    config = load_config("student", cfg.student, cfg.trust_remote_code)
+    register_attention(config.get_text_config(), sequence_group)
+    return sequence_group, ATTENTION
 
 
 def register_attention(config, sequence_group):

@@ -18,17 +18,11 @@ from deepspeed.runtime.pipe.engine import PipelineEngine
 from transformers import AutoModelForCausalLM
 
 from isogloss.job.counts import global_sums
+from isogloss.job.layout import SequenceGroup
 from isogloss.job.rendezvous import values_of_ranks
-from isogloss.job.sequence_group import SequenceGroup
-from isogloss.models.adapters import (
-    NAME,
-    adapter_of,
-    add_adapter,
-    is_adapter,
-    layers_of,
-    merged_weight,
-    plain_name,
-)
+from isogloss.models.parts import NAME, is_adapter, layers_of, merged_weight, plain_name
+from isogloss.models.pretrained import add_adapter_of
+from isogloss.rollout import needs_equal_lengths
 from isogloss.student.engine import gathered
 
 
@@ -43,6 +37,7 @@ class WholeStudent:
         copies: of a student that ZeRO-3 has partitioned, make a copy.
         replica: that copy, or None.
         equal_lengths: prompts of unequal lengths would disturb each other in one batch.
+        is_checked: that is known, see `lend`.
     """
 
     engine: deepspeed.DeepSpeedEngine
@@ -51,6 +46,7 @@ class WholeStudent:
     copies: bool = True
     replica: torch.nn.Module | None = None
     equal_lengths: bool = False
+    is_checked: bool = False
 
     def __post_init__(self):
         if self.is_staged() or (self.is_partitioned() and self.copies):
@@ -107,10 +103,7 @@ def new_replica(engine, device):
     config = copy.deepcopy(model.config)  # from_config writes dtype and attention into it
     with torch.random.fork_rng():
         replica = AutoModelForCausalLM.from_config(config, dtype=dtype, **options)
-        if adapter_of(model):
-            adapter = copy.deepcopy(adapter_of(model))
-            add_adapter(f"lora_r {adapter.r}", replica, adapter)
-            replica.to(dtype)  # peft keeps adapters in float32
+        add_adapter_of(model, replica, dtype)
     replica.requires_grad_(False)
     return replica.to(device).eval()
 
@@ -164,3 +157,35 @@ def refresh_from_stages(copies, engine):
             if source == dist.get_rank():
                 copies[name].data.copy_(own[name].data)
             dist.broadcast(copies[name].data, source, group=grid.get_pipe_parallel_group())
+
+
+def lend(state, writes):
+    """Make the WholeStudent of a run, which several doors share; all ranks take part.
+
+    Args:
+        state: `build.TrainState`; writes: texts are written by it, not read alone.
+    """
+    if state.whole_student is None:
+        state.whole_student = WholeStudent(
+            state.engine, state.sequence_group, state.device, state.cfg.rollout_replica)
+    if writes and not state.whole_student.is_checked:
+        check_side_by_side(state)
+
+
+def check_side_by_side(state):
+    """Let the student write only such texts side by side as do not disturb each other.
+
+    Raises:
+        ValueError: what it writes is wrong whatever stands beside it.
+    """
+    with state.whole_student.model() as (model, agree):
+        try:
+            equal_lengths = needs_equal_lengths(model, state.vocab, agree)
+        except ValueError as error:
+            raise ValueError(f"--student {state.cfg.student}: {error}, as rollouts, samples and "
+                             "tasks with written answers need it; leave these out, or let "
+                             "--writer vllm write") from None
+    state.whole_student.equal_lengths = equal_lengths
+    state.whole_student.is_checked = True
+    if state.tasks:
+        state.tasks.encoder.equal_lengths = equal_lengths

@@ -15,8 +15,8 @@ import torch.distributed as dist
 from safetensors.torch import load_file
 
 from isogloss.align import fingerprint
-from isogloss.data.turns import DATE
 from isogloss.errors import DataError
+from isogloss.flags.parse import DATE
 from isogloss.teachers.cache_files import (
     FLAG,
     HEAD,
@@ -143,10 +143,6 @@ class CacheSpec(TeacherSpec):
 
     takes_tokenizer = False
     reads_keys = True
-
-    @classmethod
-    def takes(cls, cfg):
-        return bool(cfg.teacher_cache)
 
     @classmethod
     def check(cls, cfg):

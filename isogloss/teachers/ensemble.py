@@ -1,16 +1,16 @@
-"""Average several teachers with one tokenizer, or take part in the passes of those that are shared.
+"""Average several teachers with one tokenizer.
 
 Members may be of different kinds.  Shapes: M members, n positions asked for.
 """
 
-import contextlib
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
 
+from isogloss.teachers.group import TeacherGroup
 from isogloss.teachers.mixing import average_teachers, common_events
-from isogloss.teachers.protocol import TeacherSource, TeacherSpec, load_teacher
+from isogloss.teachers.protocol import TeacherSpec, load_teacher
 from isogloss.teachers.text_scores import ScoredLogits
 from isogloss.tiles import SelectedColumns
 
@@ -96,51 +96,6 @@ class EnsembleSpec(TeacherSpec):
 
 
 @dataclass
-class TeacherGroup(TeacherSource):
-    """Pass what one teacher is asked to several.
-
-    Attributes:
-        members: TeacherSource of each.
-    """
-
-    members: list
-
-    def request(self, batch):
-        for member in self.members:
-            member.request(batch)
-
-    @contextlib.contextmanager
-    def on_device(self):
-        with contextlib.ExitStack() as stack:
-            for member in self.members:
-                stack.enter_context(member.on_device())
-            yield
-
-    def release(self):
-        for member in self.members:
-            member.release()
-
-    def follow(self, student):
-        for member in self.members:
-            member.follow(student)
-
-    def save(self, path):
-        for number, member in enumerate(self.members):
-            member.save(f"{path}_{number}")
-
-    def restore(self, path, student):
-        for number, member in enumerate(self.members):
-            member.restore(path and f"{path}_{number}", student)
-
-    def close(self):
-        for member in self.members:
-            member.close()
-
-    def models(self):
-        return [model for member in self.members for model in member.models()]
-
-
-@dataclass
 class EnsembleTeacher(TeacherGroup):
     """Average several teachers with one tokenizer, as an EnsembleSpec says."""
 
@@ -163,26 +118,3 @@ class EnsembleTeacher(TeacherGroup):
                    for weight in self.spec.weights]
         return EnsembleLogits(tuple(logits), torch.stack(weights), self.spec.space,
                               self.spec.vocab, is_truncated)
-
-
-class SilentTeacher(TeacherGroup):
-    """Take part in a teacher's forward passes on a rank that computes no loss, and keep nothing.
-
-    Its members are the models that this rank shares with others; often there are none.
-    """
-
-    def request(self, batch):
-        """Do nothing: a rank that computes the loss asks."""
-
-    def targets(self, batch):
-        for member in self.members:
-            member.targets(batch)
-
-    def whole_targets(self, batch):
-        for member in self.members:
-            member.whole_targets(batch)
-
-
-def load_silent(spec):
-    """Load what other ranks need of a teacher on this one, which computes no loss."""
-    return SilentTeacher([load_teacher(member) for member in spec.single() if member.is_shared])

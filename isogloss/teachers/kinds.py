@@ -1,24 +1,42 @@
 """List the kinds of teachers.  A new kind is one file and one entry; see docs/architecture.md."""
 
-from isogloss.teachers.cached import CacheSpec
-from isogloss.teachers.ensemble import EnsembleSpec
-from isogloss.teachers.model import ModelSpec
-from isogloss.teachers.own import OwnSpec
-from isogloss.teachers.protocol import TeacherSpec
-from isogloss.teachers.remote import RanksSpec
-from isogloss.teachers.served import ServedSpec
+import importlib
+from collections.abc import Callable
+from typing import NamedTuple
 
-# The first is what all names mean that no later one takes.
-TEACHER_KINDS: dict[str, type[TeacherSpec]] = {
-    "model": ModelSpec,
-    "own": OwnSpec,  # that follows the student
-    "ranks": RanksSpec,  # that a model becomes with --teacher_ranks
-    "cache": CacheSpec,
-    "served": ServedSpec,
-    "ensemble": EnsembleSpec,  # that several teachers become with --teacher_weights mean_...
+from isogloss.flags.model_names import is_address
+from isogloss.teachers.protocol import TeacherSpec
+
+
+class Kind(NamedTuple):
+    """Name a kind of ours, whose file is imported when the flags take it.
+
+    Attributes:
+        module: of isogloss.teachers; spec: its TeacherSpec there.
+        takes: (Config of a run with one teacher) -> its flags name a teacher of this kind.
+    """
+
+    module: str
+    spec: str
+    takes: Callable = lambda cfg: False
+
+
+# The first is what all names mean that no later one takes.  A plugin adds the class of its specs.
+TEACHER_KINDS: dict[str, Kind | type[TeacherSpec]] = {
+    "model": Kind("model", "ModelSpec", lambda cfg: True),
+    # that follows the student; of --teachers the entries are asked one by one
+    "own": Kind("own", "OwnSpec", lambda cfg: cfg.teacher_ema < 1 and not cfg.teachers),
+    "ranks": Kind("remote", "RanksSpec"),  # that a model becomes with --teacher_ranks
+    "cache": Kind("cached", "CacheSpec", lambda cfg: bool(cfg.teacher_cache)),
+    "served": Kind("served", "ServedSpec", lambda cfg: is_address(cfg.teacher)),
+    # that several teachers become with --teacher_weights mean_...
+    "ensemble": Kind("ensemble", "EnsembleSpec"),
 }
 
 
 def kind_of(cfg):
-    """Return the kind of the teacher that the flags of a run with one teacher name."""
-    return next(kind for kind in reversed(TEACHER_KINDS.values()) if kind.takes(cfg))
+    """Return the TeacherSpec of the teacher that the flags of a run with one teacher name."""
+    kind = next(kind for kind in reversed(TEACHER_KINDS.values()) if kind.takes(cfg))
+    if isinstance(kind, Kind):
+        return getattr(importlib.import_module(f"isogloss.teachers.{kind.module}"), kind.spec)
+    return kind

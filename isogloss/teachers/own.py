@@ -16,7 +16,8 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 
-from isogloss.teachers.model import ModelSpec, ModelTeacher
+from isogloss.teachers.engines.whole import ModelTeacher
+from isogloss.teachers.model import ModelSpec
 from isogloss.teachers.protocol import refuse
 
 
@@ -29,10 +30,6 @@ class OwnSpec(ModelSpec):
     """
 
     ema: float = 0.0
-
-    @classmethod
-    def takes(cls, cfg):
-        return cfg.teacher_ema < 1 and not cfg.teachers  # whose entries are asked one by one
 
     @classmethod
     def check(cls, cfg):

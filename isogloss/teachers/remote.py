@@ -13,6 +13,7 @@ R replicas of a teacher, replica r serves clients r, r + R, ...
 """
 
 import contextlib
+import itertools
 from collections import deque
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -20,9 +21,13 @@ from typing import NamedTuple
 import torch
 
 from isogloss.job import ipc
+from isogloss.job.launch import fail_together
 from isogloss.job.rendezvous import TRAINING_TIMEOUT
-from isogloss.teachers.model import TeacherOfIds, model_input
-from isogloss.teachers.protocol import TeacherSpec
+from isogloss.job.watch import current_watch, ignore_stop_signals
+from isogloss.teachers.engines.whole import TeacherOfIds, model_input
+from isogloss.teachers.group import SilentTeacher
+from isogloss.teachers.model import ModelSpec
+from isogloss.teachers.protocol import TeacherSpec, load_teacher
 from isogloss.teachers.text_scores import ScoredLogits, TextScores
 from isogloss.tiles import Head, HiddenLogits, ShardedLogits, StoredLogits, TopKLogits
 
@@ -346,3 +351,61 @@ class RemoteTeacher(TeacherOfIds):
 
     def _next(self, member=0):
         return self.readers[member].next().to(self.client.device)
+
+
+# --- in the job: the student's ranks ask, the others serve ----------------------------------------
+
+
+def specs_with_weights(setups):
+    """List the TeacherSpecs that the teachers' ranks load: others are read by the student's."""
+    return [spec for setup in setups for spec in setup.spec.single() if spec.has_weights]
+
+
+def announce_teachers(inputs, roles):
+    """Tell the ranks that are for teachers alone what to load."""
+    if roles.local_rank == 0:
+        specs = [spec.to_plain() for spec in specs_with_weights(inputs.teachers)]
+        roles.publish("teacher specs", specs)
+
+
+def connect(state, roles):
+    """Reach the teachers of this node, where this rank computes a loss."""
+    if not state.student.computes_loss:
+        for setup in state.teachers:
+            setup.source = SilentTeacher([])
+        return
+    roles = client_roles(roles, state.cfg.pipeline_parallel)
+    specs = specs_with_weights(state.teachers)
+    # this step and the next one
+    num_requests = 2 * state.engine.gradient_accumulation_steps() * len(specs)
+    tensors = max(TENSORS_PER_RESPONSE[spec.output] for spec in specs)
+    size = client_size(roles, state.cfg.sequence_parallel)
+    state.client = TeacherClient(roles, num_requests, state.device, size, tensors)
+    numbers = itertools.count()
+    for setup in state.teachers:
+        setup.spec = setup.spec.with_models(
+            lambda spec: RanksSpec.of_model(spec, next(numbers), state.client))
+        setup.source = load_teacher(setup.spec)
+
+
+def shut_down(client, error_type, *_):
+    """Tell the teachers at a clean end; after an error no one waits for them to listen."""
+    if client and (error_type is None or issubclass(error_type, SystemExit)):
+        client.shut_down()
+
+
+def serve_teachers(cfg, roles, device):
+    """Run a rank that is for teachers alone, until the student's ranks shut down."""
+    with fail_together(roles, "inputs"):
+        pass  # the student's ranks read them
+    with fail_together(roles, "models"):
+        teachers = []
+        for plain in roles.read("teacher specs"):
+            # all members of a replica read the same request
+            plain |= {"same_ids": True, "sequence_parallel_size": 1}
+            teachers.append(load_teacher(ModelSpec(**plain, device=device)))
+    current_watch().training = True
+    ignore_stop_signals()  # the student takes a checkpoint first
+    roles = client_roles(roles, cfg.pipeline_parallel)
+    size = client_size(roles, cfg.sequence_parallel)
+    serve_requests(roles, teachers, size, from_hidden=cfg.tiled)

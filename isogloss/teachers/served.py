@@ -16,8 +16,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from isogloss.flags.model_names import is_address
-from isogloss.job.sequence_group import join_sequence_group
+from isogloss.job.layout import join_sequence_group
 from isogloss.models.pretrained import load_config
 from isogloss.teachers.mixing import FLOOR
 from isogloss.teachers.protocol import TeacherSource, TeacherSpec, refuse
@@ -259,10 +258,6 @@ class ServedSpec(TeacherSpec):
     def unknown_metrics(self):
         names = "teacher_accuracy", "teacher_entropy", "top1_agreement"
         return () if self.output_topk else names
-
-    @classmethod
-    def takes(cls, cfg):
-        return is_address(cfg.teacher)
 
     @classmethod
     def check(cls, cfg):

@@ -12,6 +12,7 @@ from typing import NamedTuple
 import torch
 
 from isogloss.teachers.mixing import FLOOR
+from isogloss.teachers.protocol import BLOCK
 from isogloss.tiles import LogitsSource, TopKLogits
 
 
@@ -170,3 +171,34 @@ class ScoredLogits:
     @property
     def nbytes(self):
         return self.logits.nbytes + sum(score.nbytes for score in self.scores)
+
+
+def most_likely(logits, top_k, labels_T, temperature=1.0):
+    """Return the ScoredLogits of TopKLogits of all positions, a block at a time.
+
+    Beside the most likely tokens they keep the label of each position.
+
+    Args:
+        logits: HiddenLogits.
+        labels_T: (T,) int64, -100 for none.
+        temperature: by which the loss will divide: the rest is summed at it.
+    """
+    positions = torch.arange(len(logits.hidden_TH), device=logits.hidden_TH.device)
+    blocks = []
+    for block in positions.split(BLOCK):
+        blocks.append(truncate(logits(block).float(), top_k, labels_T[block], temperature))
+    return ScoredLogits.joined(blocks)
+
+
+def truncate(logits_NW, top_k, labels_N, temperature=1.0):
+    """Return the ScoredLogits of some rows of float32 logits; see `most_likely`."""
+    top_NK, top_ids_NK = logits_NW.topk(min(top_k, logits_NW.shape[1]))
+    # a position without a label repeats its most likely token
+    last_N = torch.where(labels_N >= 0, labels_N, top_ids_NK[:, 0])
+    whole = scores_of_rows(logits_NW, top_NK[:, 0], last_N, top_ids_NK[:, 0] == labels_N)
+    ids_NK = torch.cat([top_ids_NK, last_N[:, None]], 1)
+    logp_NK = torch.cat([top_NK, logits_NW.gather(1, last_N[:, None])], 1)
+    rest_N = whole.rest(logits_NW, ids_NK, temperature)
+    total_N = whole.total_N
+    rows = TopKLogits(ids_NK.int(), logp_NK - total_N[:, None], logits_NW.shape[1], rest_N, total_N)
+    return ScoredLogits(rows, whole.scores)

@@ -20,15 +20,14 @@ import torch.distributed as dist
 from isogloss.config import Config
 from isogloss.data.ends import stop_ids
 from isogloss.data.sample import TextEncoder
+from isogloss.errors import WriterError, WriterStopped
 from isogloss.job.rendezvous import values_of_ranks
 from isogloss.job.watch import node_name
-from isogloss.models.adapters import is_adapter, plain_name
+from isogloss.models.parts import is_adapter, plain_name
 from isogloss.student.whole_student import refresh_plain
 from isogloss.writing.writer_process import (
     PERIOD,
-    WriterError,
     WriterProcess,
-    WriterStopped,
     check_command,
     completion_of_plain,
     prompt_as_plain,

@@ -29,21 +29,22 @@ from isogloss.data.rollouts import (
     Rollout,
     RolloutPrompt,
     SkippedPrompt,
+    build_prompter,
     completed,
 )
 from isogloss.data.sample import TextEncoder
 from isogloss.data.workers import in_pinned_memory
+from isogloss.errors import WriterError, WriterStopped
 from isogloss.job.columns import to_device
 from isogloss.job.counts import Counts, PairCounts, Sums, global_sums, mean_of
+from isogloss.job.layout import SequenceGroup, join_sequence_group
 from isogloss.job.rendezvous import values_of_ranks
-from isogloss.job.sequence_group import SequenceGroup
 from isogloss.rollout import Prompt, write
 from isogloss.student.engine import StudentRunner
-from isogloss.student.whole_student import WholeStudent
+from isogloss.student.whole_student import WholeStudent, lend
 from isogloss.targets import rollout_nats
 from isogloss.writing.node_writer import NodeWriter
 from isogloss.writing.rollout_ratio import current_logp
-from isogloss.writing.writer_process import WriterError, WriterStopped
 
 # Steps of which the first is asked how far the student is from its teachers, which takes the
 # teachers' logits once more: 6 % of a step of small models.
@@ -555,6 +556,30 @@ def record_of(rollout, teacher_nats):
         "student_nats_per_byte": -float(rollout.logp.sum()) / num_bytes,
         "teacher_nats_per_byte": per_byte,
     }
+
+
+def prepare(state, inputs, stack):
+    if not state.cfg.writer_command:
+        lend(state, writes=True)
+    state.writer = load_writer(state, inputs)
+    stack.callback(state.writer.close)
+    check_writing(state.writer)
+
+
+def load_writer(state, inputs):
+    """Return the Writer of a run."""
+    cfg = state.cfg
+    prompter = build_prompter(cfg, inputs.student, state.samples_per_step)
+    readers = state.sequence_group
+    if cfg.pipeline_parallel > 1:
+        readers = join_sequence_group(cfg.pipeline_parallel)
+    elsewhere = None
+    if cfg.writer_command:
+        elsewhere = NodeWriter(cfg, state.engine, inputs.student, state.device)
+    return Writer(
+        cfg, state.student, inputs.student, inputs.collator(cfg, state.device), prompter,
+        inputs.data.held_out(cfg.rollout_eval), state.device, readers,
+        None if elsewhere else state.whole_student, elsewhere)
 
 
 def check_writing(writer):

@@ -12,7 +12,6 @@ import torch.distributed as dist
 
 from isogloss.data.batch_types import weigh_positions
 from isogloss.job.counts import Sums, mean_of
-from isogloss.job.sequence_group import halo_values
 from isogloss.losses import at_least_float32
 from isogloss.policy_losses import prefix_ratio
 from isogloss.rollout import drawn_logp
@@ -73,7 +72,8 @@ def weigh_by_ratio(cfg, student, batches, sequence_group):
         teachers = []
         for teacher in batch.teachers:
             ratio_N1 = ratio_BS.reshape(-1, 1)
-            ratio_N1 = halo_values(ratio_N1, teacher.halo_index, sequence_group)
+            if sequence_group:
+                ratio_N1 = sequence_group.with_halo_values(ratio_N1, teacher.halo_index)
             teachers.append(weigh_positions(teacher, ratio_N1.squeeze(1)))
         batch.teachers = teachers
     sums = sums.all_reduce()

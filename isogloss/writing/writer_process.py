@@ -36,6 +36,7 @@ from pathlib import Path
 
 import torch
 
+from isogloss.errors import WriterError, WriterStopped
 from isogloss.job import ipc
 from isogloss.rollout import Completion
 
@@ -46,14 +47,6 @@ LOADING_SECONDS = 3600.0  # before the first step, when the other ranks wait for
 PERIOD = 0.2  # seconds between looks at the signals
 MOST_BYTES = 2**16  # of an answer, and what a completion may add
 BYTES_PER_TOKEN = 64  # an id and a log-probability take 30
-
-
-class WriterError(RuntimeError):
-    """Report that a writer has ended, does not answer, or gives another answer than expected."""
-
-
-class WriterStopped(Exception):
-    """Report that a signal asks the job to end while it waits for a writer."""
 
 
 def words_of(command):

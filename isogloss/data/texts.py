@@ -1,4 +1,4 @@
-"""Leave out the tail of a text that is far too long for the models, before it is tokenized.
+"""Tell texts from chats, and leave out the tail of one that is far too long for the models.
 
 A book on one line would otherwise be tokenized and aligned whole for the sake of its first page.
 The text is cut between a letter and a space, where tokenizers cut too or soon agree again: what
@@ -7,6 +7,7 @@ comes after decides at most the last tokens before, and MARGIN of them no sample
 Tests: tests/test_long_texts.py.
 """
 
+import json
 import re
 
 # Of a text that is tokenized in one piece: 16 Mi take 3 GB and, on one core, half a minute.
@@ -14,6 +15,8 @@ MOST_CHARACTERS = 2**24
 CHARACTERS_PER_TOKEN = 5  # tried first; of most texts it is 3 to 5, of indented code up to 16
 SPARE = 1.1  # times the characters that the first part says are needed (not tuned)
 MARGIN = 64  # of the student's tokens; of many tokenizers it is 0 (not tuned)
+
+HALF_PAIR = "holds half of a surrogate pair, which is no text"
 
 # Between a letter and a space: letters of alphabets that every library has known for long.  The
 # space is a character of its own in every normal form.
@@ -71,3 +74,62 @@ def _last_boundary(text, size):
 def _draws_splits(encoder):
     """Tell whether a text is split in another way every time, as by BPE dropout."""
     return bool(getattr(encoder.tokenizer.backend_tokenizer.model, "dropout", None))
+
+
+# --- what a row holds ----------------------------------------------------------------------------
+
+
+def problem_of(content):
+    """Return what is wrong with the text or chat of a row, to follow its name; None: nothing."""
+    if isinstance(content, str):
+        return None if is_text(content) else f" {HALF_PAIR}"
+    if content is None:
+        return " is null, expected text"
+    content = listed(content)
+    if not isinstance(content, list):
+        return f" holds {content!r:.40}, expected text"
+    from isogloss.data.chat_rows import problem_of_chat
+
+    return problem_of_chat(content)
+
+
+def is_text(value):
+    """Tell whether all strings of a value can be written as UTF-8, which lone surrogates cannot."""
+    if isinstance(value, dict):
+        return all(map(is_text, value)) and all(map(is_text, value.values()))
+    if isinstance(value, list):
+        return all(map(is_text, value))
+    if not isinstance(value, str) or value.isascii():
+        return True
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def listed(value):
+    """Return an object of lists of one length as a list of objects; another value as it is."""
+    if not isinstance(value, dict):
+        return value
+    columns = {key: items for key, items in value.items() if items is not None}
+    if not columns or not all(isinstance(items, list) for items in columns.values()):
+        return value
+    if len(set(map(len, columns.values()))) > 1:
+        return value
+    return [dict(zip(columns, cells)) for cells in zip(*columns.values())]
+
+
+def is_message(value):
+    return isinstance(value, dict) and ("role" in value or "from" in value)
+
+
+def chat_of_text(text):
+    """Return the messages that a text holds as JSON; None: it is another text."""
+    if not text.startswith("["):
+        return None
+    try:
+        chat = json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+    return chat if chat and all(map(is_message, chat)) else None

@@ -1,0 +1,148 @@
+"""Build the losses that have a projection of one vocabulary onto the other, and learn one."""
+
+import torch
+
+from isogloss import losses
+from isogloss.objective.loss_table import DistillationLoss, batch_of_one
+from isogloss.projection_tools.build import cached_projection
+from isogloss.projection_tools.projection_files import as_tables, load_projection
+
+
+class LearnedProjection:
+    """Train the weights of a projection with the student: a softmax of scores in each row.
+
+    It starts as the projection that it is given; rows of one slot stay as they are.  The scores
+    (V, K) are the parameter `projection_scores` of StudentWithLoss, so the engine steps, saves and
+    resumes them.
+    """
+
+    def __init__(self, indices_VK, likelihoods_VK, pair):
+        self.indices_VK = indices_VK
+        self.pair = pair
+        self.module = None
+        # log of the weights, so that a softmax gives them back; 1e-6 stands for an unused slot
+        self.start_VK = likelihoods_VK.clamp(min=1e-6).log()
+
+    def attach(self, module, device):
+        """Make the scores a parameter of a StudentWithLoss."""
+        scores = torch.nn.Parameter(self.start_VK.to(device))
+        module.register_parameter("projection_scores", scores)
+        self.module = module
+
+    def likelihoods(self, scores=None):
+        """Return (V, K) float32 weights as they are now; rows sum to 1, or to 0 without a slot."""
+        scores = self.module.projection_scores if scores is None else scores
+        used = self.indices_VK >= 0
+        # finite, because a row without a slot has nothing else to normalize
+        masked = torch.where(used, scores.float(), -1e9)
+        return torch.where(used, masked.softmax(1), 0.0)
+
+    def tables(self, scores=None):
+        """Return what a projection file holds, rows sorted by weight again."""
+        weights, order = self.likelihoods(scores).detach().sort(dim=1, descending=True, stable=True)
+        arrays = self.indices_VK.gather(1, order).cpu().numpy(), weights.cpu().numpy()
+        return as_tables(arrays, self.pair, "distill.py --learn_projection")
+
+
+def build_projection_kl(cfg, pair, device, has_rest=False):
+    indices, likelihoods = _projection(cfg, pair, device)
+    learned = LearnedProjection(indices, likelihoods, pair) if cfg.learn_projection else None
+    # Entries of a learned projection hold their place in it, where the weight is looked up anew
+    # in every step.
+    places = torch.arange(indices.numel(), device=device).view_as(indices)
+    source = places if learned else likelihoods
+
+    if has_rest and cfg.chunk_average == "logp":
+        raise ValueError("--chunk_average logp: a mean of logarithms needs all of the teacher's "
+                         "tokens, and of this teacher some are kept; keep hidden states")
+    num_tokens = len(pair.tables[1])
+    # slots of a learned projection may get any weight
+    weights = torch.ones_like(likelihoods) if learned else likelihoods
+    reachable_W = losses.reachable_tokens(indices, weights, num_tokens)
+    if not reachable_W.any():
+        raise ValueError("--projection: no student token maps to a token of the teacher; build it "
+                         "for these two models")
+
+    def compare(listed, kept_K):
+        """Return the loss of the columns kept_K of the logits; None: of all that these have."""
+
+        def loss_fn(student_logits, teacher_logits, sub_tile, observe=None):
+            entries = listed
+            if learned:
+                weights = learned.likelihoods().flatten()
+                entries = listed._replace(weight_E=weights[listed.weight_E])
+            ids = batch_of_one(sub_tile)
+            return losses.projection_kl(
+                student_logits[None], teacher_logits[None], ids.student_chunk, ids.teacher_chunk,
+                indices, likelihoods, kept_K=kept_K, temperature=cfg.temperature,
+                chunk_average=cfg.chunk_average, reverse=cfg.reverse_kl, weight_BS=ids.weight,
+                entries=entries, chunks=sub_tile.terms, has_rest=has_rest, observe=observe)[0]
+
+        return loss_fn
+
+    def for_columns(kept_K):
+        # once per step, not once per sub-tile: it goes through all V * K entries
+        return compare(losses.projection_entries(indices, source, num_tokens, kept_K), None)
+
+    def coverage(teacher_logits, sub_tile):
+        mass_T = losses.at_least_float32(teacher_logits[sub_tile.teacher_chunk >= 0]).softmax(-1)
+        of_tokens = mass_T[:, : len(reachable_W)]  # what a rest holds is not known
+        return {"unreachable_mass": (of_tokens[:, ~reachable_W].sum(), len(mass_T))}
+
+    kept_K = None
+    if cfg.projection_columns == "reachable" and not reachable_W.all():
+        kept_K = reachable_W.nonzero().squeeze(1)
+    return DistillationLoss(
+        compare(losses.projection_entries(indices, source, num_tokens, kept_K), kept_K),
+        for_columns=for_columns, comparable_W=None if kept_K is None else reachable_W,
+        coverage=coverage, coverage_names=("unreachable_mass",), indices_VK=indices,
+        learned_projection=learned, is_observed=True)
+
+
+def _common_and_rest(cfg, pair, device, relaxed=False):
+    """Return (indices (V, K), ids of the common tokens on either side, those of all others).
+
+    They are known here once, so that nothing waits for the device in a step.
+    """
+    indices, likelihoods = _projection(cfg, pair, device)
+    common = losses.common_tokens(indices, likelihoods, relaxed=relaxed)
+    rest = [losses.other_tokens(ids, len(table)) for ids, table in zip(common, pair.tables)]
+    return indices, common, rest
+
+
+def build_gold(cfg, pair, device, has_rest=False, *, relaxed=False):
+    indices, common, rest = _common_and_rest(cfg, pair, device, relaxed)
+
+    def loss_fn(student_logits, teacher_logits, sub_tile, observe=None):
+        ids = batch_of_one(sub_tile)
+        return losses.gold(
+            student_logits[None], teacher_logits[None], ids.student_chunk, ids.teacher_chunk,
+            *common, temperature=cfg.temperature, uncommon_topk=cfg.uncommon_topk,
+            chunk_average=cfg.chunk_average, reverse=cfg.reverse_kl, weight_BS=ids.weight,
+            chunks=sub_tile.terms, rest=rest, observe=observe)[0]
+
+    return DistillationLoss(loss_fn, indices_VK=indices, is_observed=True)
+
+
+def build_hybrid_uld(cfg, pair, device, has_rest=False):
+    indices, common, rest = _common_and_rest(cfg, pair, device)
+    matched_weight = None if cfg.matched_weight < 0 else cfg.matched_weight
+
+    def loss_fn(student_logits, teacher_logits, sub_tile):
+        ids = batch_of_one(sub_tile)
+        return losses.uld(
+            student_logits[None], teacher_logits[None], ids.student_labels, ids.teacher_labels,
+            ids.student_chunk, ids.teacher_chunk, temperature=cfg.temperature, common=common,
+            matched_weight=matched_weight, weight_BS=ids.weight, chunks=sub_tile.terms,
+            rest=rest)[0]
+
+    return DistillationLoss(loss_fn, indices_VK=indices)
+
+
+def _projection(cfg, pair, device):
+    """Return (indices (V, K), likelihoods (V, K)) of the run's projection."""
+    if cfg.projection:
+        tables = load_projection(cfg.projection, pair)
+    else:
+        tables = cached_projection(pair)
+    return tables["indices"].to(device), tables["likelihoods"].to(device)
