@@ -249,7 +249,7 @@ def log_tasks(state, step, log, stop):
     """
     log.flush()
     with state.whole_student.model() as (model, agree):
-        metrics, records = state.tasks.run(model, global_sums, agree, stop)
+        metrics, records = state.tasks.run(model, agree, stop)
     if metrics:
         log.write(step, metrics)
         table = as_markdown([task.name for task in state.tasks.tasks], metrics)
