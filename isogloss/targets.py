@@ -1,7 +1,6 @@
 """Ask the teachers about a step: for logits, the columns that a loss keeps, and confidence."""
 
 from dataclasses import dataclass
-from functools import partial
 from types import SimpleNamespace
 
 import torch
@@ -9,7 +8,7 @@ import torch.distributed as dist
 
 from isogloss.config import Config
 from isogloss.data.sample import TextEncoder
-from isogloss.losses import at_least_float32, find_chunks, row_sums, teacher_importance
+from isogloss.losses import at_least_float32, row_sums, teacher_importance
 from isogloss.objective.loss_table import LOSSES, DistillationLoss, build_loss
 from isogloss.objective.objective import TeacherTarget, weigh_samples
 from isogloss.spelling import all_bytes
@@ -106,25 +105,6 @@ def without_gradient(student, batch, function):
     return reduced
 
 
-def ask_of_student(setups, student, batches):
-    """Ask servers, where they shall, about the tokens that the student finds most likely now."""
-    for number, setup in enumerate(setups):
-        for batch in batches if setup.spec.num_given else ():
-            teacher = batch.teachers[number]
-            function = partial(likely_tokens, teacher, setup.spec.num_given)
-            teacher.given = without_gradient(student, batch.student, function)
-            setup.source.request(teacher)
-
-
-def likely_tokens(batch, num, student_logits):
-    """Return the `given` of a TeacherBatch: num tokens, the first ones where none is compared."""
-    given_TK = torch.arange(num, device=batch.ids.device).repeat(batch.ids.numel(), 1)
-    chunks = find_chunks(batch.student_chunk, batch.teacher_chunk)
-    for block_S, block_T in zip(chunks.first_S.split(BLOCK), chunks.first_T.split(BLOCK)):
-        given_TK[block_T] = student_logits(block_S).topk(num).indices
-    return given_TK
-
-
 def step_targets(setups, micro_batches, student):
     """Return an iterable over micro-batches: the TeacherTarget of every teacher.
 
@@ -135,7 +115,6 @@ def step_targets(setups, micro_batches, student):
         setups: TeacherSetup of every teacher; micro_batches: Batches; student: of the job.
     """
     group = student.loss_group
-    ask_of_student(setups, student, micro_batches)
     at_once = {}
     for number, setup in enumerate(setups):
         if not setup.asked_late:

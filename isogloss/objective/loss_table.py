@@ -10,7 +10,6 @@ from functools import partial
 import torch
 
 from isogloss import losses
-from isogloss.flags.model_names import is_address
 from isogloss.models.compiler import loss_compiler, plain
 from isogloss.nodes import Tables, with_rest
 from isogloss.objective.token_weights import FLAGS, OF_ENTROPY, weighed_by_entropy
@@ -215,7 +214,7 @@ def build_divergence(cfg, pair, device, has_rest=False, *, divergence, flag_of):
     parameters = {name: getattr(cfg, flag) for name, flag in flag_of.items()}
     compiler = loss_compiler(cfg.loss_backend, torch.device(device).type)
     are_equal = pair.fingerprints[0] == pair.fingerprints[1]
-    if has_rest and cfg.follows_student and not (are_equal and is_address(cfg.teacher)):
+    if has_rest and cfg.follows_student:
         raise ValueError("--loss_topk_of student: of this teacher the tokens that it finds likely "
                          "are kept; keep hidden states, or leave it out")
     if are_equal:
