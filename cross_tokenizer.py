@@ -367,7 +367,7 @@ class CrossTokenizerKD:
         loss: a key of `LOSSES`.
         tables: what the loss works on, see `read_tables`; None: built here.
         max_length: tokens of a text on either side, at most; both are cut at the same byte.
-        parameters: of the loss (temperature, beta, mode, ...).
+        parameters: of the loss (temperature, beta, ...).
     Raises:
         ValueError: see `check_parameters` and `read_tables`; a tokenizer without tokenizer.json.
     """

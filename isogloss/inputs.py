@@ -65,7 +65,6 @@ from isogloss.student.ulysses import check_sequence_layout
 from isogloss.targets import TeacherSetup
 from isogloss.teachers.cache_files import Manifest, local_cache
 from isogloss.teachers.ensemble import EnsembleSpec
-from isogloss.teachers.mixing import vocabulary_factors
 from isogloss.teachers.model import reads_more_than_text
 from isogloss.tile_plan import CPU_SUB_TILES, GPU_SUB_TILES, MIB
 
@@ -563,14 +562,7 @@ def plan_teachers(cfg, student, encoders, device):
     """Return the TeacherSetup of every teacher, with its loss, but without a source."""
     if not encoders:
         return []
-    # A divergence over more tokens is larger by about log W.
-    factors = [1.0] * len(encoders)
-    if cfg.normalize_by_vocab:
-        sizes = [len(encoder.table) for encoder in encoders.values()]
-        factors = vocabulary_factors(sizes).tolist()
-    configs = {}
-    for (name, teacher_cfg), factor in zip(configs_by_teacher(cfg).items(), factors):
-        configs[name] = replace(teacher_cfg, kd_weight=teacher_cfg.kd_weight / factor)
+    configs = configs_by_teacher(cfg)
     if cfg.averages_teachers and len(configs) > 1:
         return [plan_ensemble(cfg, student, encoders, configs, device)]
     setups = []
@@ -598,8 +590,7 @@ def plan_ensemble(cfg, student, encoders, configs, device):
         path="mean", vocab=len(encoder.table),
         members=[member.teacher_kind.of(member, encoders[name], device, student)
                  for name, member in configs.items()],
-        weights=[member.kd_weight for member in configs.values()],
-        space=cfg.teacher_weights.removeprefix("mean_"))
+        weights=[member.kd_weight for member in configs.values()])
     return TeacherSetup.of("mean", ensemble_cfg, encoder, spec, student=student, device=device)
 
 

@@ -12,7 +12,6 @@ import torch
 from isogloss import losses
 from isogloss.models.compiler import loss_compiler, plain
 from isogloss.nodes import Tables, with_rest
-from isogloss.objective.token_weights import FLAGS, OF_ENTROPY, weighed_by_entropy
 from isogloss.projection_tools.build import cached_projection
 from isogloss.projection_tools.cells import cached_translation
 from isogloss.projection_tools.files import as_tables, load_projection
@@ -34,7 +33,6 @@ class DistillationLoss:
         spelling: tables from which the data workers list the nodes of a translation, or None.
         for_columns: sorted teacher columns (K,) -> the same loss_fn for teacher logits (m, K) of
             these alone; None: it needs all columns.
-        comparable_W: bool, the teacher columns that it can compare; None: all.
         coverage: (teacher logits, SubTile) -> {metric: (sum, count)}, what the loss covers, or
             None.
         coverage_names: the metrics of `coverage` that an evaluation logs.
@@ -47,7 +45,6 @@ class DistillationLoss:
     loss_fn: Callable
     spelling: Tables | None = None
     for_columns: Callable | None = None
-    comparable_W: torch.Tensor | None = None
     coverage: Callable | None = None
     coverage_names: tuple = ()
     indices_VK: torch.Tensor | None = None
@@ -114,8 +111,8 @@ def build_projection_kl(cfg, pair, device, has_rest=False):
         raise ValueError("--projection: no student token maps to a token of the teacher; build it "
                          "for these two models")
 
-    def compare(listed, kept_K):
-        """Return the loss of the columns kept_K of the logits; None: of all that these have."""
+    def compare(listed):
+        """Return the loss of all columns that the logits have."""
 
         def loss_fn(student_logits, teacher_logits, sub_tile, observe=None):
             entries = listed
@@ -125,7 +122,7 @@ def build_projection_kl(cfg, pair, device, has_rest=False):
             ids = batch_of_one(sub_tile)
             return losses.projection_kl(
                 student_logits[None], teacher_logits[None], ids.student_chunk, ids.teacher_chunk,
-                indices, likelihoods, kept_K=kept_K, temperature=cfg.temperature,
+                indices, likelihoods, temperature=cfg.temperature,
                 chunk_average=cfg.chunk_average, reverse=cfg.reverse_kl, weight_BS=ids.weight,
                 entries=entries, chunks=sub_tile.terms, has_rest=has_rest, observe=observe)[0]
 
@@ -133,19 +130,15 @@ def build_projection_kl(cfg, pair, device, has_rest=False):
 
     def for_columns(kept_K):
         # once per step, not once per sub-tile: it goes through all V * K entries
-        return compare(losses.projection_entries(indices, source, num_tokens, kept_K), None)
+        return compare(losses.projection_entries(indices, source, num_tokens, kept_K))
 
     def coverage(teacher_logits, sub_tile):
         mass_T = losses.at_least_float32(teacher_logits[sub_tile.teacher_chunk >= 0]).softmax(-1)
         of_tokens = mass_T[:, : len(reachable_W)]  # what a rest holds is not known
         return {"unreachable_mass": (of_tokens[:, ~reachable_W].sum(), len(mass_T))}
 
-    kept_K = None
-    if cfg.projection_columns == "reachable" and not reachable_W.all():
-        kept_K = reachable_W.nonzero().squeeze(1)
     return DistillationLoss(
-        compare(losses.projection_entries(indices, source, num_tokens, kept_K), kept_K),
-        for_columns=for_columns, comparable_W=None if kept_K is None else reachable_W,
+        compare(losses.projection_entries(indices, source, num_tokens)), for_columns=for_columns,
         coverage=coverage, coverage_names=("unreachable_mass",), indices_VK=indices,
         learned_projection=learned, is_observed=True)
 
@@ -369,6 +362,8 @@ def divergence_loss(divergence, live_copies=DEFAULT_COPIES, **flag_of):
                     linear_unless=linear_unless, live_copies=live_copies)
 
 
+# {--token_weights: the flags that it reads}
+FLAGS_OF_WEIGHTS = {"early": ["token_half_life"], "column": ["weight_key"]}
 # of the losses that compare common tokens by KL and the rest by rank
 COMMON_FLAGS = "temperature", "projection", "uncommon_topk", "chunk_average", "reverse_kl"
 
@@ -376,8 +371,7 @@ LOSSES: dict[str, LossSpec] = {
     "piece_kl": divergence_loss(losses.forward_kl, 6.3),
     "projection_kl": LossSpec(
         build_projection_kl, "projection",
-        ("temperature", "projection", "projection_topk", "projection_columns", "chunk_average",
-         "reverse_kl"),
+        ("temperature", "projection", "projection_topk", "chunk_average", "reverse_kl"),
         columns=True, truncated="softened", linear_unless="reverse_kl", live_copies=4.2),
     "gold": LossSpec(build_gold, "projection", COMMON_FLAGS, live_copies=6.4),
     "h_kl": LossSpec(
@@ -385,7 +379,7 @@ LOSSES: dict[str, LossSpec] = {
     "uld": per_chunk(losses.uld, live_copies=5.8),
     "hybrid_uld": LossSpec(
         build_hybrid_uld, "projection", ("temperature", "projection", "matched_weight")),
-    "alm": per_chunk(losses.alm, "text", live_copies=2.2, mode="alm_mode"),
+    "alm": per_chunk(losses.alm, "text", live_copies=2.2),
     "forward_kl": divergence_loss(losses.forward_kl, 6.3),
     "reverse_kl": divergence_loss(losses.reverse_kl, 6.7),
     "generalized_jsd": divergence_loss(losses.generalized_jsd, 7.4, beta="jsd_beta"),
@@ -399,7 +393,7 @@ LOSSES: dict[str, LossSpec] = {
 def flags_of_teacher(cfg):
     """Return the flags that the only teacher of a run and its loss read, of those of teachers."""
     kind = cfg.teacher_kind
-    flags = {*LOSSES[cfg.loss].flags, *FLAGS.get(cfg.token_weights, ())}
+    flags = {*LOSSES[cfg.loss].flags, *FLAGS_OF_WEIGHTS.get(cfg.token_weights, ())}
     if not cfg.loss_topk:
         flags.discard("loss_topk_of")
     if kind.has_weights:
@@ -428,12 +422,6 @@ def build_loss(cfg, student, teacher, device, has_rest=False):
     pair = Pair.of(student.tokenizer, teacher.tokenizer, names, tables)
     spec = LOSSES[cfg.loss]
     loss = spec.build(cfg, pair, device, has_rest)
-    if cfg.token_weights in OF_ENTROPY:
-        if has_rest:
-            raise ValueError(f"--token_weights {cfg.token_weights}: an entropy is of all of the "
-                             "teacher's tokens, and of this teacher some are kept; keep hidden "
-                             "states")
-        loss = weighed_by_entropy(loss, cfg.token_weights, cfg.token_entropy)
     if cfg.temperature == 1 and not has_rest:
         loss.live_copies = spec.live_copies
     return loss
