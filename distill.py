@@ -39,7 +39,6 @@ from isogloss.job.step_report import StepReport, gradient_norm_of
 from isogloss.job.transfers import Moment, Readback
 from isogloss.log import Log
 from isogloss.objective.objective import LossTerms, TeacherTerm, in_windows
-from isogloss.report.media import show_report
 from isogloss.student.engine import window_ends
 from isogloss.targets import step_targets, teacher_targets, weigh_by_confidence
 from isogloss.teachers.mixing import dynamic_scale
@@ -80,7 +79,6 @@ def train_student(cfg, roles, device):
             log = train(state, batches, held_out, start, inputs.ds_config, signals)
     with closing(log):
         once.write_results(state, inputs)
-        show_report(cfg, log, state.engine.monitor)
     once.end_unless_taught(state)
 
 

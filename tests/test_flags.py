@@ -10,7 +10,7 @@ from dataclasses import MISSING, dataclass, fields
 import pytest
 
 from conftest import ROOT
-from isogloss import command, distill, plot
+from isogloss import command, distill
 from isogloss.config import FIRST_COMMAND, LEFT, Config, configs_by_teacher
 from isogloss.flags import parse as flags
 from isogloss.flags.parse import PATH_FLAGS, check_types, expanded, help_text, parse_flags
@@ -27,7 +27,7 @@ from isogloss.projection_tools import (
 
 TOOLS = (build, compare, cut, exact, generate, multitoken, show)
 KINDS = {tool.__name__: tool.Args for tool in TOOLS} | {"distill": Config}
-COMMANDS = KINDS | {tool.__name__: tool.Args for tool in (cells, plot)}
+COMMANDS = KINDS | {tool.__name__: tool.Args for tool in (cells,)}
 COMMANDS |= {f"isogloss.{name}": kind for name, (kind, _) in command.TOOLS.items()}
 
 
@@ -289,7 +289,7 @@ def run(program, *words):
     start(program, run_name="__main__")
 
 for line in ["distill.py", "distill.py --lr 1", "distill.py --steps 0", "distill.py --help",
-             "isogloss-distill --help", "isogloss.plot --help",
+             "isogloss-distill --help", "isogloss.report --help",
              *(f"isogloss.{name} --help" for name in command.TOOLS)]:
     with contextlib.suppress(SystemExit):
         run(*line.split())

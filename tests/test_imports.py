@@ -23,7 +23,7 @@ STANDALONE = {  # file: which of our files it takes where it finds them beside i
 # A room imports from those before it.  A name with a dot is a file of isogloss/ itself.
 ROOMS = ["STANDALONE", ".errors", "flags", "projection_tools", ".curves", "job", "data", "models",
          "teachers", "objective", ".loss_table", ".config", ".targets", "student", "checkpoints",
-         "evaluation", "writing", ".command", ".log", ".demo_report", ".plan", ".plot", ".tasks",
+         "evaluation", "writing", ".command", ".log", ".demo_report", ".plan", ".tasks",
          ".export", ".transfer", ".vllm_writer", ".inputs", "integrations", "report", ".cache",
          ".build", ".once_in_a_while", "PROGRAMS"]
 PROGRAMS = "distill", "demo"

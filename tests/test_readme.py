@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from conftest import ROOT, asset
 from documented import COMMANDS
-from isogloss import command, plot
+from isogloss import command
 from isogloss.align import TokenTable
 from isogloss.config import Config
 from isogloss.data.batch import Collator, PairOptions
@@ -77,7 +77,7 @@ def test_the_readme_is_short_and_counts_the_files_to_copy():
 
 def test_flags_and_targets_that_the_text_names_exist():
     known = {*Config.__dataclass_fields__, "help"}
-    kinds = [tool.Args for tool in (build, show, cells, plot)]
+    kinds = [tool.Args for tool in (build, show, cells)]
     for kind in (*kinds, command.CacheArgs, command.ExportArgs):
         known |= set(kind.__dataclass_fields__)
     known |= {"show", "html"}  # of align.py
