@@ -118,10 +118,7 @@ class Distillation:
             DataError: a row that holds no text, no chat, or no prompt and completion.
         """
         read = reader_of(rows[0], self.cfg)
-        return self.collate_examples([read(row) for row in rows])
-
-    def collate_examples(self, examples):
-        batch = self.collator(examples)
+        batch = self.collator([read(row) for row in rows])
         return {"labels": batch.student.labels, "batch": batch}
 
     def inputs(self, batch, device="cpu"):
