@@ -441,9 +441,8 @@ class TeacherParallelismFlags:
         "on the next step while the others train. 0: the student's ranks hold them.",
         low=0, high=2**16, free=True)
     teacher_dtype: str = flag(
-        "auto", "auto (as in the checkpoint), float32, bfloat16, float16, or fp8: bfloat16 with "
-        "the linear layers in 8 bits, which are compared with 16 before the first step.",
-        choices=("auto", "float32", "bfloat16", "float16", "fp8"), key="dtype")
+        "auto", "auto (as in the checkpoint), float32, bfloat16 or float16.",
+        choices=("auto", "float32", "bfloat16", "float16"), key="dtype")
     teacher_offload: bool = flag(
         False, "keep the teacher's weights in the host's memory but for its forward passes.",
         free=True, key="offload")

@@ -1,7 +1,6 @@
 """Read and check all that the flags name but the weights' values, and load a run's batches."""
 
 import contextlib
-import itertools
 import math
 import os
 import sys
@@ -35,7 +34,6 @@ from isogloss.config import (
 )
 from isogloss.data import open_data, order
 from isogloss.data.batch import Collator, PairOptions
-from isogloss.data.chat import first_ids
 from isogloss.data.checks import check_column, has_text, lengths_of
 from isogloss.data.ends import load_generation, stop_ids, taught_ends
 from isogloss.data.long_texts import MOST_CHARACTERS, fits, leave_out_tails
@@ -205,7 +203,6 @@ def check_inputs(cfg, device, roles=None):
     teachers = plan_teachers(cfg, student, encoders, device)
     if cfg.eval_draft:
         plan_speculation(teachers, student, device)
-    give_probes(teachers, data)
     checkpoint = find_checkpoint(cfg.resume, checkpoint_folder(cfg), expected_identity(cfg))
     agree_on_start(checkpoint)
     check_start(cfg, checkpoint)
@@ -604,17 +601,6 @@ def plan_speculation(teachers, student, device):
                              "are kept, and it is about all of its tokens; keep hidden states, or "
                              "leave it out")
         setup.speculation = Speculation.of(student.table, setup.encoder.table, device)
-
-
-def give_probes(teachers, data):
-    """Tell teachers in 8 bits the first text of the data, by which they are compared with 16."""
-    train_data = data.sources[0].train_data
-    reader = data.sources[0].reader
-    specs = [(setup, spec) for setup in teachers for spec in setup.spec.single()]
-    for setup, spec in specs:
-        if spec.has_weights and spec.dtype == "fp8":
-            rows = open_data.first_rows(train_data, PROMPTS_TO_TRY, reader.text_key, reader.source)
-            spec.probe = first_ids(map(reader, rows, itertools.count()), setup.encoder)
 
 
 # --- batches --------------------------------------------------------------------------------------

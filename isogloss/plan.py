@@ -16,9 +16,8 @@ size.  In bytes of one rank:
     activations  n x layers x (8 h + 4 b h + b (3 q + 2 kv) + 4 b i)
                  with checkpointing n b h x layers and one layer as above
     loss         loss_memory_mib + 4 x head            the head's gradient, where it is trained
-    teacher      b_t (layers / degree + embedding + head), in fp8 1 for b_t of the layers, its head
-                 / degree once more where it is sharded, tables of 310 bytes a token of both
-                 vocabularies, and until the loss m n_t h_t b_t (hidden states), m n_t W b_t
+    teacher      b_t (layers / degree + embedding + head), its head / degree once more where it is
+                 sharded, tables of 310 bytes a token of both vocabularies, and until the loss m n_t h_t b_t (hidden states), m n_t W b_t
                  (logits), 8 m n_t k (topk)
     terms        1,300 m n: what ids tell of the terms between two vocabularies
     step         (b + 12) Pt / N, at stage 3 12 Pt / N, at stage 0 (b + 8) Pt, on CPUs (b + 4) Pt:
@@ -39,9 +38,8 @@ What leaves a node goes by the network, the rest by NVLink.  Gradients and weigh
 rings, which leave a node once for all of its ranks: of a rank's bytes, 1 / (ranks of the node).
 
 A student's rank computes, in a step, 6 P n m operations (4 of a frozen weight; 2 more with
-checkpointing), and 2 of each weight of a teacher for its positions, 2 / 1.5 of its layers in fp8;
-attention, losses and what a student writes (--on_policy) are left out.  Teachers on ranks of their
-own work beside them.  A step takes as long as the slower of the two, at a share of the peak
+checkpointing), and 2 of each weight of a teacher for its positions; attention, losses and what a
+student writes (--on_policy) are left out.  Teachers on ranks of their own work beside them.  A step takes as long as the slower of the two, at a share of the peak
 (--mfu), if what is sent hides behind it.  A share of 0.17 is what one H200 reached with a student
 of 1.2 B weights whose teacher had twelve of Qwen3-4B's layers (docs/log/2026-11.md, "a GPU that
 waits for launches"); 989 TFLOP/s is an H100's peak in bfloat16, and 2.5 dollars an hour a guess.
@@ -89,9 +87,6 @@ TABLES = 310  # bytes a token, of piece_kl's tables; measured with vocabularies 
 # Bytes a position, of piece_kl: 330 for Qwen 2 <- Llama 3, 1,280 the other way round, 1,360 for
 # Llama 2 <- Qwen 2.
 TERMS = 1300
-# Of a teacher's layers in fp8, beside bfloat16: a guess below the 1.6 times as many tokens a second
-# that vLLM names as its most (docs.vllm.ai, "FP8 W8A8").
-FLOAT8_SPEED = 1.5
 USABLE = 0.95  # of a GPU's memory, so that a longer text than most still fits; chosen
 # An H100's NVLink moves 450 GB/s, a network card of 400 Gbit/s 50 GB/s; one card for each GPU.
 NVLINK_PER_NETWORK = 9
@@ -515,11 +510,7 @@ def _add_teacher(need, layout, cfg, *, shape, engine):
     need.backward[f"outputs of {cfg.teacher}"] = layout.micro_batches * positions * kept[output]
     if not cfg.teacher_kind.has_weights:
         return
-    small = 0  # weights in 8 bits, not of experts that are one tensor
-    if cfg.teacher_dtype == "fp8":
-        small = sum(map(math.prod, itertools.chain(*shape.names.values())))
-    operations = 2 * positions * layout.micro_batches * (
-        shape.weights - small + small / FLOAT8_SPEED)
+    operations = 2 * positions * layout.micro_batches * shape.weights
     if layout.cfg.teacher_ranks:  # which run the samples of all readers
         teacher_ranks, _ = layout.teacher_ranks
         readers = layout.ranks // layout.cfg.ranks_per_reader
@@ -528,7 +519,7 @@ def _add_teacher(need, layout, cfg, *, shape, engine):
         need.operations += operations / layout.cfg.ranks_per_reader
     degree = cfg.teacher_tp
     outer = shape.head * (1 if shape.tied else 2)
-    weights = (b * (shape.weights - outer) - (b - 1) * small) // degree + b * outer
+    weights = b * (shape.weights - outer) // degree + b * outer
     if engine == "zero3":
         weights = b * (shape.weights // layout.ranks + shape.head)
     elif degree > 1:  # the head is sharded, and whole beside that for the loss

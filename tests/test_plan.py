@@ -320,23 +320,6 @@ def test_time_and_price_follow_from_operations(monkeypatch):
     assert apart.operations == pytest.approx(8 * P * 96 * 2048 / 12)
 
 
-def test_a_teacher_in_fp8_is_smaller_and_faster(monkeypatch):
-    """By hand: a byte a weight of its layers, which take two thirds of the time."""
-    monkeypatch.chdir(ROOT)
-    path = "recipes/llama_3.1_70b_to_8b.yaml"
-    cfg = parse_flags(Config, [f"--config={path}"], file_flag="config")
-    layers = 80 * 8192 * (2 * 8192 + 2 * 1024 + 3 * 28672)  # queries, keys, the MLP
-    half, eight = [plan(replace(cfg, teacher_dtype=dtype), 32, per_node=8)
-                   for dtype in ("auto", "fp8")]
-    assert half.state - eight.state == layers // 8
-    positions = 128 * 4096 / 32
-    assert half.operations - eight.operations == pytest.approx(2 * layers * positions / 3)
-    assert half.sends == eight.sends  # outputs are bfloat16
-    refused = replace(cfg, teacher_dtype="fp8", teacher_engine="zero3", teacher_compile=False)
-    with pytest.raises(ValueError, match="fp8: not with --teacher_engine zero3"):
-        plan(refused, 32, per_node=8)
-
-
 def test_four_bits_are_nine_sixteenths_of_a_byte(monkeypatch):
     monkeypatch.chdir(ROOT)
     path = "recipes/qwen3_8b_to_llama_3.1_8b_lora.yaml"

@@ -28,8 +28,7 @@ from isogloss.job import ipc
 from isogloss.job.layout import Replica, node_size, teacher_groups
 from isogloss.job.rendezvous import values_of_ranks
 from isogloss.models import pretrained
-from isogloss.models.float8 import check_float8
-from isogloss.teachers.layers import check_engine, compile_layers, to_float8, use_plain_layers
+from isogloss.teachers.layers import check_compile, compile_layers, use_plain_layers
 from isogloss.teachers.protocol import BLOCK, TeacherSource, TeacherSpec
 from isogloss.teachers.text_scores import ScoredLogits, scores_of_rows
 from isogloss.tiles import Head, HiddenLogits, StoredLogits, TopKLogits, head_of
@@ -119,7 +118,7 @@ class ModelSpec(TeacherSpec):
 
     Attributes:
         engine: key of ENGINES, or "auto".
-        dtype: "auto" (as in the checkpoint), "float32", "bfloat16", "float16" or "fp8".
+        dtype: "auto" (as in the checkpoint), "float32", "bfloat16" or "float16".
         attention: an --attention.
         degree: ranks that share the model.
         offload: keep the weights in the host's memory but for the teacher's forward passes.
@@ -129,7 +128,6 @@ class ModelSpec(TeacherSpec):
         same_ids: the ranks that share the model ask with the same ids; else each with its own.
         sequence_parallel_size: neighboring ranks that ask with the same ids.
         trust_remote_code: run the Python code that comes with the model.
-        probe: ids of a text, by which "fp8" is compared with "bfloat16".
     """
 
     output: str = "hidden"
@@ -144,7 +142,6 @@ class ModelSpec(TeacherSpec):
     same_ids: bool = False
     sequence_parallel_size: int = 1
     trust_remote_code: bool = False
-    probe: list = ()
 
     has_weights: ClassVar[bool] = True
     takes_tokenizer: ClassVar[bool] = False
@@ -193,12 +190,11 @@ class ModelSpec(TeacherSpec):
         """Return its ModelTeacher; all ranks take part where they share it.
 
         Raises:
-            ValueError: see `resolve_engine`, `check_engine`, `to_float8`.
+            ValueError: see `resolve_engine`, `check_compile`.
         """
         engine = self._resolved()
-        check_engine(engine, _config(self), self.compile, self.dtype)
-        if self.dtype == "fp8":
-            check_float8(self.device)
+        if self.compile:
+            check_compile(engine, _config(self))
         return ENGINES[engine](self)
 
     def _resolved(self):
@@ -225,12 +221,13 @@ def checked_engine(cfg, config, num_ranks, ranks_per_node):
         config: of the whole model.
         num_ranks, ranks_per_node: that hold teachers.
     Raises:
-        ValueError: see `teacher_groups`, `resolve_engine`, `check_engine`.
+        ValueError: see `teacher_groups`, `resolve_engine`, `check_compile`.
     """
     teacher_groups(num_ranks, ranks_per_node, cfg.teacher_tp)
     engine = resolve_engine(cfg.teacher_engine, cfg.teacher_tp, config, num_ranks,
                             is_adapter(cfg.teacher))
-    check_engine(engine, config, cfg.teacher_compile, cfg.teacher_dtype)
+    if cfg.teacher_compile:
+        check_compile(engine, config)
     return engine
 
 
@@ -493,10 +490,7 @@ def load_replicated(spec):
         # such a model is packed for its device while it is loaded
         model = _frozen(_load(spec, device_map={"": spec.device}))
     else:
-        model = _frozen(_load(spec))
-        if spec.dtype == "fp8":
-            to_float8(model, spec)
-        model.to(spec.device)
+        model = _frozen(_load(spec)).to(spec.device)
     num_parameters = sum(parameter.numel() for parameter in model.parameters())
     head = head_of(model, spec.vocab)
     if spec.compile:
@@ -519,8 +513,6 @@ def load_tensor_parallel(spec):
         parameter.data = parameter.data.clone()
     model = _frozen(model)
     use_plain_layers(model)
-    if spec.dtype == "fp8":
-        to_float8(model, spec)
     if spec.compile:
         compile_layers(model)
     if weight is None:  # tied: every rank keeps the whole input embedding
@@ -551,8 +543,7 @@ def _shard_while_loading(spec, config, replica, stack):
     tensor_parallel = {"tp_size": spec.degree, "mpu": replica, "tp_group": replica.group}
     engine = deepspeed.init_inference(
         model, tensor_parallel=tensor_parallel, dtype=dtype, checkpoint=checkpoint,
-        base_dir=str(folder),
-        keep_module_on_host=spec.dtype == "fp8")  # `to_float8` moves it layer by layer
+        base_dir=str(folder))
     return engine.module, weight, bias
 
 
@@ -624,8 +615,6 @@ def _config(spec):
 
 
 def _dtype(spec):
-    if spec.dtype == "fp8":
-        return torch.bfloat16  # all but the linear layers
     if spec.dtype != "auto":
         return getattr(torch, spec.dtype)
     return _config(spec).dtype or torch.float32
