@@ -38,8 +38,7 @@ from isogloss.job.monitors import guarded_monitors
 from isogloss.job.step_report import StepReport, gradient_norm_of
 from isogloss.job.transfers import Moment, Readback
 from isogloss.log import Log
-from isogloss.objective.objective import LossTerms, TeacherTerm, in_windows
-from isogloss.student.engine import window_ends
+from isogloss.objective.objective import LossTerms, TeacherTerm
 from isogloss.targets import step_targets, teacher_targets, weigh_by_confidence
 from isogloss.teachers.mixing import dynamic_scale
 from isogloss.writing.rollout_ratio import weigh_by_ratio
@@ -219,7 +218,6 @@ def train_step(state, micro_batches):
     # then the optimizer
     terms = (loss_terms(state, batch, batch_targets, weights)
              for batch, batch_targets in zip(micro_batches, targets))
-    terms = in_windows(terms, window_ends(state.cfg.head_gradient, engine, state.device))
     sums, local_norm = state.student.train(micro_batches, terms)
     for setup in state.teachers:
         setup.source.release()  # the memory of its outputs may be written over

@@ -74,8 +74,8 @@ FOREIGN = {
     "context_parallel_size": "--sequence_parallel",
 }
 # Flags of earlier versions that left, and the value that is always meant now.
-LEFT = {"alm_mode": "binary_kl", "normalize_by_vocab": False, "projection_columns": "all",
-        "ratio": "clamp", "teacher_alpha": 1.0, "token_entropy": 0.5}
+LEFT = {"alm_mode": "binary_kl", "head_gradient": "micro_batch", "normalize_by_vocab": False,
+        "projection_columns": "all", "ratio": "clamp", "teacher_alpha": 1.0, "token_entropy": 0.5}
 FOREIGN |= {name: f"{value} now, always; leave it out" for name, value in LEFT.items()}
 
 
@@ -306,11 +306,6 @@ class LossFlags:
         "auto", "how the formulas of the loss run: plain (torch), or compiled (torch.compile; the "
         "first step waits some seconds for it). auto compiles on a GPU.",
         choices=("auto", "plain", "compiled"), free=True)
-    head_gradient: str = flag(
-        "auto", "how often autograd gets the gradient of the output layer: window (once per step, "
-        "a float32 sum of its micro-batches until then), or micro_batch. auto takes window, but "
-        "on a GPU not where that sum, 4 bytes a weight, takes more than a twentieth of its "
-        "memory.", choices=("auto", "window", "micro_batch"), free=True)
 
 
 @dataclass(kw_only=True)

@@ -17,8 +17,8 @@ size.  In bytes of one rank:
                  with checkpointing n b h x layers and one layer as above
     loss         loss_memory_mib + 4 x head            the head's gradient, where it is trained
     teacher      b_t (layers / degree + embedding + head), its head / degree once more where it is
-                 sharded, tables of 310 bytes a token of both vocabularies, and until the loss m n_t h_t b_t (hidden states), m n_t W b_t
-                 (logits), 8 m n_t k (topk)
+                 sharded, tables of 310 bytes a token of both vocabularies, and until the loss
+                 m n_t h_t b_t (hidden states), m n_t W b_t (logits), 8 m n_t k (topk)
     terms        1,300 m n: what ids tell of the terms between two vocabularies
     step         (b + 12) Pt / N, at stage 3 12 Pt / N, at stage 0 (b + 8) Pt, on CPUs (b + 4) Pt:
                  gradients, in float32, clipped, square roots
@@ -39,10 +39,11 @@ rings, which leave a node once for all of its ranks: of a rank's bytes, 1 / (ran
 
 A student's rank computes, in a step, 6 P n m operations (4 of a frozen weight; 2 more with
 checkpointing), and 2 of each weight of a teacher for its positions; attention, losses and what a
-student writes (--on_policy) are left out.  Teachers on ranks of their own work beside them.  A step takes as long as the slower of the two, at a share of the peak
-(--mfu), if what is sent hides behind it.  A share of 0.17 is what one H200 reached with a student
-of 1.2 B weights whose teacher had twelve of Qwen3-4B's layers (docs/log/2026-11.md, "a GPU that
-waits for launches"); 989 TFLOP/s is an H100's peak in bfloat16, and 2.5 dollars an hour a guess.
+student writes (--on_policy) are left out.  Teachers on ranks of their own work beside them.  A
+step takes as long as the slower of the two, at a share of the peak (--mfu), if what is sent hides
+behind it. A share of 0.17 is what one H200 reached with a student of 1.2 B weights whose teacher
+had twelve of Qwen3-4B's layers (docs/log/2026-11.md, "a GPU that waits for launches"); 989 TFLOP/s
+is an H100's peak in bfloat16, and 2.5 dollars an hour a guess.
 
 What distill.py refuses of a layout is refused here too, by the same checks.  Sizes of models come
 from their config.json, or from recipes/architectures.yaml where there is none.
