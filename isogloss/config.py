@@ -541,7 +541,9 @@ class RunFlags:
     log_comms: bool = flag(
         False, "time every collective of the engine and of sequence-parallel attention for 100 "
         "steps, which slows them down, and print a summary.", free=True)
-    wandb_project: str = flag("", "log to this Weights & Biases project. Empty: do not.", free=True)
+    wandb_project: str = flag(
+        "", "log to this Weights & Biases project, as wandb of the ds_config does. Empty: do not.",
+        free=True)
     local_rank: int = flag(-1, "set by the launcher.", free=True)
 
 
