@@ -265,7 +265,7 @@ def plain_reference(cfg, samples):
     if len(setups) > 1 and cfg.teacher_weights != "fixed":
         scores = []
         for teacher, logits in zip(batch.teachers, logits_of_teachers):
-            scores.append(plain_scores(teacher, logits, cfg.teacher_weights))
+            scores.append(plain_scores(teacher, logits))
         weights_MB = plain_weights(cfg, torch.stack(scores))
     for number, setup in enumerate(setups):
         kd = plain_kd(setup, batch.teachers[number], logits_BSV, logits_of_teachers[number],
