@@ -260,7 +260,7 @@ def plain_reference(cfg, samples):
 
     logits_of_teachers = []
     for setup, teacher in zip(setups, batch.teachers):
-        logits_of_teachers.append(plain_teacher_logits(setup, teacher.ids, cfg.teacher_weights))
+        logits_of_teachers.append(plain_teacher_logits(setup, teacher.ids))
     weights_MB = torch.ones(len(setups), len(samples))
     if len(setups) > 1 and cfg.teacher_weights != "fixed":
         scores = []
@@ -276,7 +276,7 @@ def plain_reference(cfg, samples):
     return Reference(loss.item(), gradients)
 
 
-def plain_teacher_logits(setup, ids, teacher_weights):
+def plain_teacher_logits(setup, ids):
     """Return the (B, T, W) logits of a teacher, or of the mean of two that weigh 2 and 1/2."""
     logits = []
     for spec in setup.spec.single():

@@ -15,7 +15,7 @@ TEACHER_KINDS: dict[str, type[TeacherSpec]] = {
     "ranks": RanksSpec,  # that a model becomes with --teacher_ranks
     "cache": CacheSpec,
     "served": ServedSpec,
-    "ensemble": EnsembleSpec,  # that several teachers become with --teacher_weights mean_...
+    "ensemble": EnsembleSpec,  # that several teachers become with --teacher_weights mean_p
 }
 
 
