@@ -62,17 +62,14 @@ DOORS: dict[str, Door] = {
                         "projection_tools.exact", "projection_tools.generate",
                         "projection_tools.multitoken", "projection_tools.arrays",
                         "projection_tools.projection_files")),
-    "token_weights": Door("--token_weights", "Terms that weigh by their place.",
-                          ("objective.token_weights",)),
     "loss_dump": Door("--dump_losses", "The loss of each chunk, in files.",
                       ("objective.loss_dump",)),
     # the teachers
     "own": Door("--teacher self with --teacher_ema", "A teacher that follows the student.",
                 ("teachers.own",)),
-    "engines": Door("--teacher_tp, --teacher_engine, --teacher_compile, --teacher_dtype fp8",
+    "engines": Door("--teacher_tp, --teacher_engine, --teacher_compile",
                     "A teacher in shards, or with other layers.",
-                    ("teachers.engines.sharded", "teachers.engines.layers", "models.float8",
-                     "job.replicas")),
+                    ("teachers.engines.sharded", "teachers.engines.layers", "job.replicas")),
     "teacher_ranks": Door("--teacher_ranks", "Teachers on ranks of their own.",
                           ("teachers.remote", "job.roles")),
     "cache": Door("--teacher_cache", "What a teacher said of the texts, in files.",
@@ -80,14 +77,13 @@ DOORS: dict[str, Door] = {
                    "teachers.kept_tokens", "teachers.packed_rows")),
     "served": Door("--teacher http://...", "A teacher behind a server.",
                    ("teachers.served", "teachers.text_server")),
-    "ensemble": Door("--teacher_weights mean_p or mean_logits", "The mean of several teachers.",
+    "ensemble": Door("--teacher_weights mean_p", "The mean of several teachers.",
                      ("teachers.ensemble",)),
     # the student writes
     "tasks": Door("--eval_tasks", "Benchmarks in between, code in a sandbox.",
                   ("evaluation.task_suite", "evaluation.task_model", "evaluation.task_options",
-                   "evaluation.task_passes", "evaluation.tasks", "evaluation.harness",
-                   "evaluation.code_tasks", "evaluation.code_runner", "evaluation.sandbox",
-                   "tasks"),
+                   "evaluation.task_passes", "evaluation.harness",
+                   "evaluation.code_tasks", "evaluation.sandbox", "tasks"),
                   "evaluation.task_suite", lambda state: state.tasks),
     "eval_samples": Door("--eval_samples", "Held-out texts that the student continues.",
                          ("evaluation.eval_samples",), "evaluation.eval_samples",
@@ -101,8 +97,6 @@ DOORS: dict[str, Door] = {
     # what a run leaves, and finds
     "resume": Door("a checkpoint to go on from", "It is loaded, in its layout or in another.",
                    ("checkpoints.resume", "checkpoints.convert", "checkpoints.unpickle")),
-    "report": Door("a monitor, at the end of a run", "The report is shown there.",
-                   ("report.media",)),
 }
 
 # What several doors use and the hall does not: they know the hall, and one another.  The tables of

@@ -1,7 +1,6 @@
 """Read and check all that the flags name but the weights' values, and load a run's batches."""
 
 import contextlib
-import itertools
 import math
 import os
 import sys
@@ -209,7 +208,6 @@ def check_inputs(cfg, device, roles=None):
     teachers = plan_teachers(cfg, student, encoders, device)
     if cfg.eval_draft:
         plan_speculation(teachers, student, device)
-    give_probes(teachers, data)
     checkpoint = find_checkpoint(cfg.resume, checkpoint_folder(cfg), expected_identity(cfg))
     agree_on_start(checkpoint)
     check_start(cfg, checkpoint)
@@ -588,16 +586,7 @@ def plan_teachers(cfg, student, encoders, device):
     """Return the TeacherSetup of every teacher, with its loss, but without a source."""
     if not encoders:
         return []
-    # A divergence over more tokens is larger by about log W.
-    factors = [1.0] * len(encoders)
-    if cfg.normalize_by_vocab:
-        from isogloss.teachers.mixing import vocabulary_factors
-
-        sizes = [len(encoder.table) for encoder in encoders.values()]
-        factors = vocabulary_factors(sizes).tolist()
-    configs = {}
-    for (name, teacher_cfg), factor in zip(configs_by_teacher(cfg).items(), factors):
-        configs[name] = replace(teacher_cfg, kd_weight=teacher_cfg.kd_weight / factor)
+    configs = configs_by_teacher(cfg)
     if cfg.averages_teachers and len(configs) > 1:
         return [plan_ensemble(cfg, student, encoders, configs, device)]
     setups = []
@@ -627,8 +616,7 @@ def plan_ensemble(cfg, student, encoders, configs, device):
         path="mean", vocab=len(encoder.table),
         members=[member.teacher_kind.of(member, encoders[name], device, student)
                  for name, member in configs.items()],
-        weights=[member.kd_weight for member in configs.values()],
-        space=cfg.teacher_weights.removeprefix("mean_"))
+        weights=[member.kd_weight for member in configs.values()])
     return TeacherSetup.of("mean", ensemble_cfg, encoder, spec, student=student, device=device)
 
 
@@ -642,19 +630,6 @@ def plan_speculation(teachers, student, device):
                              "are kept, and it is about all of its tokens; keep hidden states, or "
                              "leave it out")
         setup.speculation = Speculation.of(student.table, setup.encoder.table, device)
-
-
-def give_probes(teachers, data):
-    """Tell teachers in 8 bits the first text of the data, by which they are compared with 16."""
-    train_data = data.sources[0].train_data
-    reader = data.sources[0].reader
-    specs = [(setup, spec) for setup in teachers for spec in setup.spec.single()]
-    for setup, spec in specs:
-        if spec.has_weights and spec.dtype == "fp8":
-            from isogloss.data.chat import first_ids
-
-            rows = open_data.first_rows(train_data, PROMPTS_TO_TRY, reader.text_key, reader.source)
-            spec.probe = first_ids(map(reader, rows, itertools.count()), setup.encoder)
 
 
 # --- batches --------------------------------------------------------------------------------------
