@@ -432,7 +432,7 @@ def draft(place, **flags):
     """Let the first layers of a model, with other tokens, become a draft of the whole one.
 
     Returns:
-        before, after: share of drafted tokens that are accepted, by domain; see docs/metrics.md.
+        before, after: share of drafted tokens that are accepted, by domain; see docs/evaluate.md.
     """
     student = demo.make_once(place.folder / "draft", partial(cut, place))
     before = transfer.once(place.folder / "draft.json", lambda: accepted(place, student))

@@ -79,7 +79,7 @@ class Args:
 
     output: str = flag("report.html", "file to write.")
     metrics: str = flag(
-        DEFAULT, "whose curves are drawn, of docs/metrics.md, or the ends of names, with commas.")
+        DEFAULT, "whose curves are drawn, of docs/evaluate.md, or the ends of names, with commas.")
     png: str = flag(
         "", "picture of the curves to write, too, .png, .svg or .pdf; empty: none.")
     student: str = flag("", "directory of the student that reads held-out rows. Empty: what the "
