@@ -10,7 +10,7 @@ A cache is a folder:
 
 Reading runs no code: a file is JSON or safetensors.  Every file appears whole, by a rename; a cache
 whose manifest names no shards is one that is still being written.  `cache.py` writes it,
-`cached_teachers.py` reads it.  Tests: tests/test_cache_files.py.
+`cached.py` reads it.  Tests: tests/test_cache_files.py.
 
 Shapes: N positions of a shard, K kept tokens, L log2 of the vocabulary.
 """
