@@ -1,7 +1,7 @@
 """Checkpoints that are complete or absent.
 
 A checkpoint holds the engine (weights, optimizer, schedule), the random state of every rank, and
-the position of the run.  The position is its step number, from which data.py derives the samples.
+the position of the run.  The position is its step number, from which order.py derives the samples.
 It is written under a scratch name and renamed when every rank is done and all is on disk, so a
 checkpoint with a final name is complete.  Its position.json lists size and checksum of every file,
 so what is damaged later is seen, and the checkpoint before it taken.
