@@ -12,7 +12,9 @@ from pathlib import Path
 
 import numpy as np
 import torch
+import torch.distributed as dist
 
+from isogloss.data.ends import stop_ids
 from isogloss.evaluation import harness
 from isogloss.evaluation.task_model import GaveUp, TaskEncoder, evaluation_mode
 from isogloss.evaluation.task_options import TaskOptions
@@ -122,6 +124,25 @@ def load_suite(names, options, encoder, rank=0, size=1):
         with random_states_restored():
             tasks.append(harness.load_harness_task(name, options))
     return TaskSuite(tasks, encoder, options, rank, size)
+
+
+def load_student_tasks(cfg, student, config):
+    """Return the TaskSuite of --eval_tasks.
+
+    Args:
+        student: TextEncoder; config: of the student.
+    """
+    try:
+        options = TaskOptions(
+            data=cfg.eval_task_data, shots=cfg.eval_task_shots, limit=cfg.eval_task_limit,
+            batch_size=cfg.eval_task_batch, samples=cfg.eval_task_samples,
+            temperature=cfg.eval_task_temperature, seed=cfg.seed,
+            allow_unsafe_code=cfg.allow_unsafe_code, trust_remote_code=cfg.trust_remote_code)
+        encoder = TaskEncoder(student.tokenizer, config, stop_ids(student))
+        return load_suite(cfg.eval_tasks.split(","), options, encoder, rank=dist.get_rank(),
+                          size=dist.get_world_size())
+    except ValueError as error:
+        raise ValueError(f"--eval_tasks {cfg.eval_tasks}: {error}") from None
 
 
 def prepare(state, inputs, stack):

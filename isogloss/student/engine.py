@@ -189,7 +189,7 @@ class StudentRunner(Protocol):
         """Return (B, S, V) logits of a StudentBatch; None: as above."""
 
     def own_logits(self, batch):
-        """Return those of `checks.probe_ids` by the whole model's own pass; None: as above."""
+        """Return those of `checks.probe_ids` by the whole model itself; None: as above."""
 
     def share(self, numbers):
         """Return the numbers of a rank that computes the loss, as many as here, on every rank."""
