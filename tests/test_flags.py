@@ -290,7 +290,7 @@ def run(program, *words):
     start(program, run_name="__main__")
 
 for line in ["distill.py", "distill.py --lr 1", "distill.py --steps 0", "distill.py --help",
-             "isogloss-distill --help", "isogloss.report --help",
+             "isogloss-distill --help",
              *(f"isogloss.{name} --help" for name in command.TOOLS)]:
     with contextlib.suppress(SystemExit):
         run(*line.split())
