@@ -195,7 +195,8 @@ def test_time_follows_from_operations(monkeypatch):
     expected = seconds, 96 * 2048 / seconds, hours
     assert time_of(need, cfg, args) == pytest.approx(expected)
     assert f": {hours:.3g} hours" in time_line(need, cfg, args)
-    assert not time_line(need, replace(cfg, join_rows=0, on_policy=0.5, rollout_tokens=9), args)
+    written = replace(cfg, on_policy=0.5, join_rows=0)
+    assert not time_line(need, written, args)
     apart = plan(replace(cfg, teacher_ranks=2), 16, per_node=8)  # 12 students, 4 teachers
     assert apart.beside == pytest.approx(2 * Q * 96 * 2048 / 4)
     assert apart.operations == pytest.approx(8 * P * 96 * 2048 / 12)
