@@ -1039,6 +1039,36 @@ def common_cut(chunks, limits):
     return [int(student_ends[fits[-1]]), int(teacher_ends[fits[-1]])]
 
 
+def cut_chunks(alignment, limits):
+    """Cut both sides of a text at the same byte; keep chunks that both models predict as a whole.
+
+    Args:
+        alignment: Alignment of the whole text.
+        limits: the most tokens to keep of student and teacher.
+    Returns:
+        (tokens kept of student and teacher, chunk ids of all of their tokens, -1: none is kept).
+    """
+    # Where one side alone spells a space that the text does not have, the models speak of other
+    # words: such chunks are not compared.
+    numbers = np.arange(len(alignment.same_bytes))
+    # one entry more, so that chunk -1 (the last entry) stays -1
+    usable = np.append(np.where(alignment.same_bytes, numbers, -1), -1)
+    chunks = [usable[alignment.student_chunk], usable[alignment.teacher_chunk]]
+    cuts = common_cut(chunks, limits)
+    # A chunk needs a position that predicts its first token; without bos the first token has none.
+    lost = [chunk[:1] for chunk in chunks]
+    # One that does not fit has no part either.
+    lost += [chunk[size : size + 1] for chunk, size in zip(chunks, cuts)]
+    # where no chunk fits on both sides, one of them keeps tokens of some
+    lost.append(np.setxor1d(chunks[0][: cuts[0]], chunks[1][: cuts[1]]))
+    return cuts, without_chunks(chunks, np.concatenate(lost))
+
+
+def without_chunks(chunks, lost):
+    """Return the chunk ids of both sides with -1 in the place of the lost chunks."""
+    return [np.where(np.isin(chunk, lost), -1, chunk) for chunk in chunks]
+
+
 def _chunk_ends(chunk):
     """Return one more than the last token of every chunk, in reading order."""
     is_last = np.append(chunk[1:] != chunk[:-1], True)

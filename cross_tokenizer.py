@@ -367,7 +367,7 @@ class CrossTokenizerKD:
         loss: a key of `LOSSES`.
         tables: what the loss works on, see `read_tables`; None: built here.
         max_length: tokens of a text on either side, at most; both are cut at the same byte.
-        parameters: of the loss (temperature, beta, mode, ...).
+        parameters: of the loss (temperature, beta, ...).
     Raises:
         ValueError: see `check_parameters` and `read_tables`; a tokenizer without tokenizer.json.
     """
@@ -534,16 +534,7 @@ def _encode(texts, tokenizer, table):
 
 def _cut(student_ids, teacher_ids, alignment, max_length):
     """Cut both sides of a text at the same byte; return a CutPair."""
-    # where one side alone spells a space that the text does not have, the models speak of other
-    # words; the last entry is that of chunk -1
-    usable = np.append(np.where(alignment.same_bytes, np.arange(len(alignment.same_bytes)), -1), -1)
-    chunks = [usable[alignment.student_chunk], usable[alignment.teacher_chunk]]
-    cuts = align.common_cut(chunks, [max_length, max_length])
-    # no position predicts a first token, so its chunk is lost; so is one that does not fit
-    lost = [chunks[0][:1], chunks[1][:1]]
-    lost += [chunks[0][cuts[0] : cuts[0] + 1], chunks[1][cuts[1] : cuts[1] + 1]]
-    lost = np.concatenate(lost)
-    student_chunk, teacher_chunk = [np.where(np.isin(chunk, lost), -1, chunk) for chunk in chunks]
+    cuts, (student_chunk, teacher_chunk) = align.cut_chunks(alignment, [max_length, max_length])
     return CutPair(student_ids[: cuts[0]], teacher_ids[: cuts[1]],
                    student_chunk[: cuts[0]], teacher_chunk[: cuts[1]])
 

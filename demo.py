@@ -4,10 +4,9 @@
 
 The demo makes everything here and downloads nothing.  The corpus is stories that a few sentences
 with slots tell.  Two tokenizers of different kinds are trained on it, and a small teacher for each.
-The ordinary `deepspeed distill.py` trains each student, from the same weights on the same data:
-without a teacher, once per distillation loss, and from the teacher with its own tokenizer.  At last
-one of them goes on, writes by itself, and learns from what the teacher thinks of that; what three
-of them write stands below one another.
+The ordinary `deepspeed distill.py` trains four students, from the same weights on the same data:
+without a teacher, by two distillation losses, and from the teacher with their own tokenizer.  What
+two of them write stands below one another.
 
 On a CPU two students train side by side, a rank with half of the cores each: a job starts while
 another one computes, and all seconds are measured alike.  demo_report.py shows what came out.
@@ -32,7 +31,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from isogloss import align, demo_report
-from isogloss.demo_report import EQUAL_TOKENIZERS, NO_TEACHER, SAME_TIME, read_json_lines
+from isogloss.demo_report import EQUAL_TOKENIZERS, NO_TEACHER, read_json_lines
 from isogloss.flags.terminal import guard_terminal, unguarded
 
 CACHE = Path(os.environ.get("ISOGLOSS_CACHE", ".cache"))
@@ -68,27 +67,12 @@ NUM_EVALUATIONS = 4  # of a student, after the one before its first step
 # those that did best in docs/LOG.md, where students had more text; none is tuned here.
 ARMS = {
     NO_TEACHER: {"kd_weight": 0},
-    SAME_TIME: {"kd_weight": 0},  # its steps are known when WRITER and NO_TEACHER have ended
     "piece_kl": {"loss": "piece_kl", "kd_weight": 4},
-    "projection_kl": {"loss": "projection_kl", "kd_weight": 2},
-    "gold": {"loss": "gold", "kd_weight": 1},
     "alm": {"loss": "alm", "kd_weight": 1},
     EQUAL_TOKENIZERS: {"loss": "forward_kl", "kd_weight": 4},
 }
 
-WRITER = "piece_kl"  # the arm whose student goes on, and whose time SAME_TIME has
-WROTE = f"{WRITER}, then on policy"  # what that student is called then
-# What changes for it; the other flags of DISTILL stay.
-ON_POLICY = {
-    "on_policy": 1,
-    "loss": "generalized_jsd",
-    "learning_rate": 1e-4,
-    "steps": 60,
-    "eval_every": 0,
-    "rollout_tokens": 96,
-    "prompt_tokens": 24,
-    "rollout_eval": 64,
-}
+WRITERS = NO_TEACHER, "piece_kl"  # the arms whose students write at last
 SHOWN = "Rosa has 25 apples and gives 12 of them to Hugo."  # to look at its alignment
 PROMPTS = "One rainy morning Anna", "Tom has a small rabbit.", '"Where is my key?" asks'
 
@@ -452,14 +436,11 @@ def load_tokenizer(path):
 class Layout(NamedTuple):
     """How the students share the machine.
 
-    ranks: of a student of the table.
-    jobs: how many students train side by side.
-    ranks_alone: of the student that goes on, when no other one trains; two show ZeRO.
+    ranks: of a student; jobs: how many students train side by side.
     """
 
     ranks: int
     jobs: int
-    ranks_alone: int
 
 
 def choose_layout():
@@ -468,7 +449,7 @@ def choose_layout():
     command = [sys.executable, "-c", "import torch; print(torch.cuda.device_count())"]
     counted = subprocess.run(command, capture_output=True, text=True, check=True)
     gpus = min(int(counted.stdout), 2)
-    return Layout(gpus, 1, gpus) if gpus else Layout(ranks=1, jobs=2, ranks_alone=2)
+    return Layout(gpus, 1) if gpus else Layout(ranks=1, jobs=2)
 
 
 def launch(ranks, flags, log, threads):
@@ -487,41 +468,24 @@ def launch(ranks, flags, log, threads):
 
 def train_arms(folder, seeds, layout):
     """Train the students of all arms; return their Runs in the order of ARMS."""
-    jobs = {}
     with ThreadPoolExecutor(layout.jobs) as pool:
-
-        def submit(arm, function, *arguments):
-            for seed in seeds:
-                jobs[arm, seed] = pool.submit(function, folder, arm, seed, layout, *arguments)
-
-        for arm in ARMS:
-            if arm != SAME_TIME:
-                submit(arm, distill, DISTILL["steps"])
-        timed = [job for (arm, _), job in jobs.items() if arm in (NO_TEACHER, WRITER)]
-        # the last ones, so those that they wait for have begun before them
-        submit(SAME_TIME, distill_for_same_time, timed)
+        jobs = [pool.submit(distill, folder, arm, seed, layout) for arm in ARMS for seed in seeds]
         try:
-            return [jobs[arm, seed].result() for arm in ARMS for seed in seeds]
+            return [job.result() for job in jobs]
         except SystemExit:
             pool.shutdown(cancel_futures=True)
             raise
 
 
-def distill_for_same_time(folder, arm, seed, layout, timed):
-    """Train a student without a teacher for as long as the jobs of WRITER took."""
-    steps = demo_report.equal_time_steps([job.result() for job in timed], WRITER)
-    return distill(folder, arm, seed, layout, steps)
-
-
-def distill(folder, arm, seed, layout, steps):
-    """Train one student of the table by the command line and return its Run."""
+def distill(folder, arm, seed, layout):
+    """Train one student by the command line and return its Run."""
+    steps = DISTILL["steps"]
     values = {
         "student": folder / f"student_{seed}",
         "teacher": folder / ("equal_teacher" if arm == EQUAL_TOKENIZERS else "teacher"),
-        "steps": steps,
         "eval_every": -(-steps // NUM_EVALUATIONS),  # rounded up
     }
-    if arm in (WRITER, NO_TEACHER):
+    if arm in WRITERS:
         values["export"] = exported(folder, arm, seed)
     threads = num_threads(layout.ranks * layout.jobs)
     values = DISTILL | ARMS[arm] | values
@@ -529,15 +493,6 @@ def distill(folder, arm, seed, layout, steps):
     print(f"{arm}, seed {seed}: {run.bits:.3f} bits per byte after {steps} steps, {seconds:.0f} s "
           "with start and evaluations", flush=True)
     return run
-
-
-def write_on(folder, seed, layout):
-    """Let a trained student learn from what it writes itself; return its Run and the seconds."""
-    ranks = layout.ranks_alone
-    values = DISTILL | ON_POLICY
-    values |= {"student": exported(folder, WRITER, seed), "teacher": folder / "teacher",
-               "export": exported(folder, WROTE, seed)}
-    return train(folder, WROTE, seed, ranks, num_threads(ranks), values)
 
 
 def output_of(folder, arm, seed):
@@ -603,13 +558,9 @@ def main():
     picture = RUNS / folder.name / "curves.png"
     demo_report.plot(runs, picture)
     print(f"\n{demo_report.table(runs)}\n")
-    print(f"{demo_report.equal_time(runs, WRITER)}\n", flush=True)
-
-    run, seconds = write_on(folder, seeds[0], layout)
-    print(f"{demo_report.writing_table(run, seconds)}\n")
-    students = {arm: exported(folder, arm, seeds[0]) for arm in (NO_TEACHER, WRITER, WROTE)}
+    students = {arm: exported(folder, arm, seeds[0]) for arm in WRITERS}
     print(*demo_report.continuations(students, PROMPTS), sep="\n")
-    code = demo_report.how_to_use(students[WROTE], PROMPTS[0])
+    code = demo_report.how_to_use(students[WRITERS[-1]], PROMPTS[0])
     print(f"\nThe last one in your own code:\n\n{code}\n")
     total_seconds = time.perf_counter() - begin
     print(f"{picture}; {preparation_seconds:.0f} s to make corpus, tokenizers and teachers, "

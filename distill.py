@@ -38,8 +38,7 @@ from isogloss.job.monitors import guarded_monitors
 from isogloss.job.step_report import StepReport, gradient_norm_of
 from isogloss.job.transfers import Moment, Readback
 from isogloss.log import Log
-from isogloss.objective.objective import LossTerms, TeacherTerm, in_windows
-from isogloss.student.engine import window_ends
+from isogloss.objective.objective import LossTerms, TeacherTerm
 from isogloss.targets import step_targets, teacher_targets, weigh_by_confidence
 
 # --- main -----------------------------------------------------------------------------------------
@@ -76,7 +75,6 @@ def train_student(cfg, roles, device):
             log = train(state, batches, held_out, start, inputs.ds_config, signals)
     with closing(log):
         once.write_results(state, inputs)
-        once.show_report(state, log)
     once.end_unless_taught(state)
 
 
@@ -217,7 +215,6 @@ def train_step(state, micro_batches):
     # then the optimizer
     terms = (loss_terms(state, batch, batch_targets, weights)
              for batch, batch_targets in zip(micro_batches, targets))
-    terms = in_windows(terms, window_ends(state.cfg.head_gradient, engine, state.device))
     sums, local_norm = state.student.train(micro_batches, terms)
     for setup in state.teachers:
         setup.source.release()  # the memory of its outputs may be written over

@@ -36,8 +36,6 @@ NUMBERS = {
 CHOICES = {
     "support": ("teacher", "student"),
     "chunk_average": ("p", "logp"),
-    "mode": ("binary_kl", "binary_kl_reverse", "binary_ce", "temperature_limit", "squared",
-             "absolute"),
     "reverse": (False, True),
 }
 

@@ -850,9 +850,7 @@ def reachable_tokens(indices_VK: Tensor, likelihoods_VK: Tensor, W: int) -> Tens
     """Return (W,) bool: the teacher tokens to which some student token maps with a weight above 0.
 
     The teacher's mass on other tokens is mass that no student can match: `projection_kl` charges
-    EPSILON's 23 nats for it, whatever the student does.  Not to keep their columns makes the loss
-    smaller, but asks the student to spell words by the teacher tokens that it can reach.
-
+    EPSILON's 23 nats for it, whatever the student does.
     Args:
         indices_VK, likelihoods_VK: the projection, -1 in unused slots.
         W: teacher tokens.
@@ -1139,26 +1137,18 @@ def _hybrid_uld(
 def alm(
     student_logits_BSV: Tensor, teacher_logits_BTW: Tensor, student_next_BS: Tensor,
     teacher_next_BT: Tensor, student_chunk_BS: Tensor, teacher_chunk_BT: Tensor, *,
-    temperature: float = 1.0, mode: str = "binary_kl", weight_BS: Tensor | None = None,
-    reduction: str = "sum", chunks: Chunks | None = None,
+    temperature: float = 1.0, weight_BS: Tensor | None = None, reduction: str = "sum",
+    chunks: Chunks | None = None,
 ) -> SumAndCount:
-    """Sum f(q, p) over chunks, the two models' probabilities of the chunk's own bytes.
+    """Sum KL(Bern(q) || Bern(p)) over chunks, the models' probabilities of the chunk's own bytes.
 
     p and q are products over the chunk's tokens; temperature tau raises them to 1 / tau; a factor
-    of e^-1e-6 keeps 1 - p above 0 (ALM, arXiv:2503.20083).  Modes:
-      binary_kl: KL(Bern(q) || Bern(p));  binary_kl_reverse: KL(Bern(p) || Bern(q));
-      binary_ce: the first plus the entropy of Bern(q), which is not 0 at agreement;
-      temperature_limit: lim tau KL(Bern(q^(1/tau)) || Bern(p^(1/tau))) for tau -> inf
-        = s - t - t log(s / t), with s = -log p, t = -log q;
-      squared, absolute: (log p - log q)^2, |log p - log q|.
+    of e^-1e-6 keeps 1 - p above 0 (ALM, arXiv:2503.20083).
 
     Args:
         student_next_BS, teacher_next_BT: int64, the token that each position predicts.
-        temperature: tau, > 0; not used by the last three modes.
-        mode: see above.
+        temperature: tau, > 0.
     Others and Returns: see `projection_kl`; no factor tau^2, as in the paper.
-    Raises:
-        ValueError: unknown mode.
     """
     of_student = {"student_next_BS": student_next_BS, "student_chunk_BS": student_chunk_BS}
     of_teacher = {"teacher_next_BT": teacher_next_BT, "teacher_chunk_BT": teacher_chunk_BT}
@@ -1171,27 +1161,5 @@ def alm(
     # the temperature applies to the chunk, not to its tokens' distributions, whence the 1.0
     logp_C = chunk_logp(x_NV, student_next_BS, chunks.row_S, chunks.of_S, num_chunks, 1.0)
     logq_C = chunk_logp(y_MW, teacher_next_BT, chunks.row_T, chunks.of_T, num_chunks, 1.0)
-    value_C = _alm_value(mode, logp_C, logq_C, temperature)
+    value_C = bernoulli_kl(logq_C / temperature - MARGIN, logp_C / temperature - MARGIN)
     return reduce_terms(value_C, chunks.first_S, student_chunk_BS.shape, weight_BS, reduction)
-
-
-def _alm_value(mode: str, logp_C: Tensor, logq_C: Tensor, temperature: float) -> Tensor:
-    """Return the (C,) values f(q, p) of `alm`."""
-    if mode == "squared":
-        return (logp_C - logq_C).square()
-    if mode == "absolute":
-        return (logp_C - logq_C).abs()
-    if mode == "temperature_limit":
-        s = (-logp_C).clamp(min=MARGIN)
-        t = (-logq_C).clamp(min=MARGIN)
-        return s - t - t * (s / t).log()
-    logp = logp_C / temperature - MARGIN
-    logq = logq_C / temperature - MARGIN
-    if mode == "binary_kl":
-        return bernoulli_kl(logq, logp)
-    if mode == "binary_kl_reverse":
-        return bernoulli_kl(logp, logq)
-    if mode == "binary_ce":
-        return -logq.exp() * logp + torch.expm1(logq) * torch.log(-torch.expm1(logp))
-    raise ValueError(f"mode={mode!r}: expected binary_kl, binary_kl_reverse, binary_ce, "
-                     "temperature_limit, squared or absolute")

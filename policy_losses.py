@@ -19,7 +19,7 @@ except ImportError:  # copied beside it, not into a package
 
 def prefix_ratio(
     logp_BS: Tensor, old_logp_BS: Tensor, mask_BS: Tensor, max_ratio: float = 10.0,
-    kind: str = "clamp", sample_BS: Tensor | None = None,
+    sample_BS: Tensor | None = None,
 ) -> Tensor:
     """Return how much likelier the student has become to write what precedes each position.
 
@@ -42,19 +42,15 @@ def prefix_ratio(
             distribution that was sampled from (its temperature).
         mask_BS: (B, S) bool, True where the token that position t predicts was sampled.  Others
             (prompt, padding) contribute nothing; the log-probabilities may hold NaN there.
-        max_ratio: limit of the product, 1 or more; inf: none.
-        kind: "clamp": what is larger becomes max_ratio, which lets everything teach; "mask": what
-            is outside of [1 / max_ratio, max_ratio] becomes 0.
+        max_ratio: limit of the product, 1 or more; what is larger becomes it; inf: none.
         sample_BS: (B, S) int64, number of the sample at each position, for rows that hold several
             one after the other; None: each row is one.
     Returns:
         (B, S) rho at every position, also where the mask is False; 1 up to the first sampled token
         of each sample; dtype of logp_BS, at least float32.
     Raises:
-        ValueError: unknown kind; max_ratio below 1.
+        ValueError: max_ratio below 1.
     """
-    if kind not in ("clamp", "mask"):
-        raise ValueError(f"ratio {kind!r}: expected one of clamp, mask")
     if not max_ratio >= 1:
         raise ValueError(f"max_ratio={max_ratio}: expected 1 or more")
     losses.check_positions("logp_BS has", logp_BS.shape, old_logp_BS=old_logp_BS, mask_BS=mask_BS,
@@ -70,9 +66,4 @@ def prefix_ratio(
         position_S = torch.arange(sample_BS.shape[1], device=sample_BS.device)
         first_BS = torch.where(begins_BS, position_S, 0).cummax(1).values
         before_BS = before_BS - before_BS.gather(1, first_BS)
-    limit = math.log(max_ratio)
-    ratio_BS = before_BS.clamp(max=limit).exp()
-    if kind == "mask":
-        # not <= limit, which would take NaN for a ratio outside
-        ratio_BS = torch.where(before_BS.abs() > limit, 0.0, ratio_BS)
-    return ratio_BS.to(logp_BS)
+    return before_BS.clamp(max=math.log(max_ratio)).exp().to(logp_BS)

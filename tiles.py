@@ -420,53 +420,8 @@ def tiled_loss(
     return loss, sums_J
 
 
-class GradientWindow:
-    """Add up the gradient of a head's weight over the micro-batches of an optimizer step.
-
-    The sum is float32 and goes to autograd once, in the backward pass of the micro-batch for which
-    `hands_over` was set before; in the others the weight takes no part in the graph.  Meanwhile it
-    is in memory, 4 bytes a weight.  What else uses the weight (a tied embedding) has a gradient of
-    its own as ever.
-
-        window = GradientWindow()
-        for number, micro_batch in enumerate(micro_batches):
-            window.hands_over = number == len(micro_batches) - 1
-            loss, _ = tiled_losses(head, parts, window=window)
-            (loss / len(micro_batches)).backward()
-
-    All backward passes have to multiply by the same factor (here 1 / len(micro_batches)); if one
-    does not, or if it is not finite, the gradient is NaN.  Use a new window after an error.
-    """
-
-    def __init__(self) -> None:
-        self.hands_over = False
-        self.gradient: _WeightGradient | None = None
-        self.scale = 1.0  # the gradient is in units of this
-        self.num_calls = 0
-        self.factors: list[Tensor] = []  # of the backward passes, () each
-
-    def common_factor(self) -> Tensor:
-        """Return the factor of all backward passes, NaN if they differ; begin anew.
-
-        Raises:
-            RuntimeError: a call had no backward pass, so its part should not be in the sum.
-        """
-        if len(self.factors) != self.num_calls:
-            raise RuntimeError(
-                f"GradientWindow: {self.num_calls} calls of tiled_losses, but {len(self.factors)} "
-                "backward passes; run one after each call, and use a new window after an error"
-            )
-        factor = self.factors[-1]
-        for other in self.factors[:-1]:
-            factor = torch.where(other == factor, factor, torch.nan)
-        self.num_calls = 0
-        self.factors = []
-        return factor
-
-
 def tiled_losses(
     student_head: Head, parts: Sequence[LossPart], params: Sequence[Tensor] = (),
-    window: GradientWindow | None = None,
 ) -> tuple[Tensor, tuple[Tensor, ...]]:
     """Compute the sum of several parts of a loss, with one gradient of the head for all of them.
 
@@ -475,8 +430,7 @@ def tiled_losses(
 
     Args:
         parts: LossParts, at least one.
-        window: adds up the gradient of the head's weight over several calls; None: this call alone.
-        Others, Raises: see `tiled_loss`, `GradientWindow`.
+        Others, Raises: see `tiled_loss`.
     Returns:
         (loss, sums): (), and the (J,) float32 sums of every part, which have no gradient.
     """
@@ -485,16 +439,10 @@ def tiled_losses(
         parts=parts,
         params=params,
         train=torch.is_grad_enabled(),  # always False inside of `_TiledLoss.forward`
-        window=window if student_head.weight_VH.requires_grad else None,
     )
     hidden = [part.student_hidden for part in parts]
-    weight_VH, *others = student_head.tensors
-    if window is not None and not window.hands_over:
-        if run.train and not any(x.requires_grad for x in hidden):
-            raise ValueError("a GradientWindow needs hidden states that need a gradient")
-        weight_VH = weight_VH.detach()
     loss, *sums = _TiledLoss.apply(  # type: ignore[no-untyped-call]
-        run, weight_VH, *others, *params, *hidden
+        run, *student_head.tensors, *params, *hidden
     )
     return loss, tuple(sums)
 
@@ -506,7 +454,6 @@ class _Run(NamedTuple):
     parts: Sequence[LossPart]
     params: Sequence[Tensor]
     train: bool
-    window: GradientWindow | None
 
 
 class _HeadGradients:
@@ -515,42 +462,26 @@ class _HeadGradients:
     Args:
         needs: of the head's tensors and then of `params`.
         dtype: of the matmuls.
-        scale: by which all gradients are divided.
-        window: see `tiled_losses`; its gradient has a scale of its own.
     Attributes:
-        weight: _WeightGradient; weight_scale: by which it is divided.
-        hands_over: this call returns it.
+        weight: _WeightGradient.
         bias_V, down_RH, up_VR, params: tensors, in at least float32.
     """
 
     def __init__(
         self, head: Head, params: Sequence[Tensor], needs: Sequence[bool], dtype: torch.dtype,
-        scale: float, window: GradientWindow | None,
     ) -> None:
         self.weight: _WeightGradient | None = None
-        self.weight_scale = scale
-        if window is not None:
-            if window.gradient is None:
-                window.gradient = _WeightGradient(head.weight_VH, head.matmul_rows, dtype)
-                window.scale = scale
-            self.weight = window.gradient
-            self.weight_scale = window.scale
-            window.num_calls += 1
-        elif needs[0]:
+        if needs[0]:
             self.weight = _WeightGradient(head.weight_VH, head.matmul_rows, dtype)
-        self.hands_over = needs[0]
-        if window is not None and self.hands_over:
-            window.gradient = None
         self.bias_V = _zero_gradient(head.bias_V, needs[1])
         self.down_RH = _zero_gradient(head.down_RH, needs[2])
         self.up_VR = _zero_gradient(head.up_VR, needs[3])
         self.params = [_zero_gradient(x, need) for x, need in zip(params, needs[4:])]
 
     def in_input_order(self) -> list[Any]:
-        weight = self.weight if self.hands_over else None
-        if weight is not None:
-            weight.finish()
-        return [weight, self.bias_V, self.down_RH, self.up_VR, *self.params]
+        if self.weight is not None:
+            self.weight.finish()
+        return [self.weight, self.bias_V, self.down_RH, self.up_VR, *self.params]
 
 
 def has_mixed_matmul(device: torch.device, dtype: torch.dtype) -> bool:
@@ -682,8 +613,7 @@ class _TiledLoss(torch.autograd.Function):
         # below 6e-8.  Backward multiplies by the scale again.
         scales = [max(map(abs, part.weights), default=0.0) for part in run.parts]
         scale = max(scales) or 1.0
-        window = run.window if run.train else None
-        gradients = _HeadGradients(head, params, needs, dtype, scale, window)
+        gradients = _HeadGradients(head, params, needs, dtype)
         head = head.with_tensors(
             weight_VH.to(dtype), _cast(bias_V, dtype), _cast(down_RH, dtype), _cast(up_VR, dtype)
         )
@@ -697,7 +627,7 @@ class _TiledLoss(torch.autograd.Function):
             tile_pass = _TilePass(
                 run, part, head=head, hidden_SH=hidden_SH, scale=part_scale or 1.0,
                 common_scale=scale, gradients=gradients, d_hidden_SH=d_hidden_SH,
-                train=any(needs) or window is not None,
+                train=any(needs),
             )
             for tile in part.tiles:
                 tile_pass.add_tile(tile)
@@ -710,9 +640,6 @@ class _TiledLoss(torch.autograd.Function):
         ctx.dtypes = [None if x is None else x.dtype for x in inputs]
         num_shared = len(inputs) - len(run.parts)
         ctx.scales = [scale] * num_shared + [part_scale or 1.0 for part_scale in scales]
-        ctx.scales[0] = gradients.weight_scale
-        ctx.window = window
-        ctx.hands_over = gradients.hands_over
         # Not save_for_backward: backward hands the gradients over instead of copying them.
         ctx.gradients = [*gradients.in_input_order(), *hidden_gradients]
         return sum(losses[1:], losses[0]), *all_sums
@@ -727,18 +654,12 @@ class _TiledLoss(torch.autograd.Function):
         out: list[Tensor | None] = [None]  # of `run`
         gradients = ctx.gradients
         ctx.gradients = None
-        weight_factor = outer[0]
-        if ctx.window is not None:
-            ctx.window.factors.append(outer[0])
-            if ctx.hands_over:
-                weight_factor = ctx.window.common_factor()
         while gradients:  # one after the other, so that no two copies of one exist for long
             number = len(out) - 1
             gradient = gradients.pop(0)
             if gradient is not None:
                 # In float32 first: a loss scale undoes a small weight without rounding to 0.
-                factor = outer[0] if number else weight_factor
-                factor = factor.float() * ctx.scales[number]
+                factor = outer[0].float() * ctx.scales[number]
                 dtype = ctx.dtypes[number]
                 if isinstance(gradient, _WeightGradient):
                     gradient = gradient.scaled(factor, dtype)
@@ -805,7 +726,6 @@ class _TilePass:
         self.head = head
         self.hidden_SH = hidden_SH
         self.common_factor = scale / common_scale
-        self.weight_factor = scale / gradients.weight_scale
         self.gradients = gradients
         self.d_hidden_SH = d_hidden_SH
         self.train = train
@@ -892,7 +812,7 @@ class _TilePass:
         gradients = self.gradients
         d_bias, d_down, d_up = gradients.bias_V, gradients.down_RH, gradients.up_VR
         if gradients.weight is not None:
-            gradients.weight.add_product(d_wide_NV, hidden_NH, self.weight_factor)
+            gradients.weight.add_product(d_wide_NV, hidden_NH, factor)
         if d_bias is not None:
             d_bias[:rows].add_(d_wide_NV.sum(0, dtype=d_bias.dtype), alpha=factor)
         if d_up is not None and head.down_RH is not None:

@@ -82,7 +82,7 @@ CASES = {
     "warm": {"temperature": 2.0},
     "learned": {"learn_projection": True},
     "reverse": {"reverse_kl": True},
-    "confident": {"teacher_weights": "entropy"},
+    "confident": {"teacher_weights": "ce"},
     "rollouts": {},
 }
 

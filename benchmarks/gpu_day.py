@@ -97,8 +97,7 @@ STUDIES = {
         "in three micro-batches", "step", {
             "default": (150, STEP),
             "loss_memory_mib 16384": (100, STEP | {"loss_memory_mib": 16384}),
-            "teacher_compile": (130, STEP | {"teacher_compile": True}),
-            "teacher_dtype fp8": (130, STEP | {"teacher_dtype": "fp8"})}),
+            "teacher_compile": (130, STEP | {"teacher_compile": True})}),
     "pairs": Study(
         "the same for SmolLM2-135M from Qwen3-0.6B, and Llama-3.2-1B from Qwen3-8B", "step", {
             "135M from 0.6B": (90, STEP | {"pair": SMALL_PAIR}),
@@ -112,9 +111,7 @@ STUDIES = {
             "packed sequence shards": (70, {"world": 2, "stage": 2, "sequence_parallel": 2,
                                             "pack": True}),
             "sharded teacher": (70, TP),
-            "sharded teacher, compiled": (120, TP | {"teacher_compile": True}),
-            "fp8 teacher": (60, {"world": 1, "stage": 2, "precision": "bfloat16",
-                                 "teacher_dtype": "fp8"})}),
+            "sharded teacher, compiled": (120, TP | {"teacher_compile": True})}),
     "loss": Study(
         "seconds of a loss with the cross-entropy over those of its matmuls; 8,192 positions, "
         "hidden sizes 2,048 and 2,560, vocabularies 128,256 and 151,646", "loss",

@@ -16,7 +16,7 @@ import itertools
 import shutil
 import time
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import date
 from functools import partial
 from pathlib import Path
@@ -34,7 +34,7 @@ from huggingface_hub import HfApi
 from isogloss.align import fingerprint
 from isogloss.config import template_kwargs
 from isogloss.data.batch import keys_of, pad_id
-from isogloss.data.chat import first_ids, teacher_ids
+from isogloss.data.chat import teacher_ids
 from isogloss.data.checks import explained
 from isogloss.data.mixture import sources_of
 from isogloss.data.open_data import holds_chats
@@ -499,13 +499,7 @@ def prepare(args, device):
     spec = cfg.teacher_kind.of(cfg, encoder, device)
     spec.same_ids = True
     dtype = getattr(torch, args.teacher_dtype, None) or config.dtype or torch.float32
-    is_float8 = args.teacher_dtype == "fp8"
-    if is_float8:
-        dtype = torch.bfloat16  # of hidden states
-        spec.probe = first_ids(texts.all(), encoder)
     manifest, positions = plan(args, texts, encoder, config.get_text_config(), dtype)
-    if is_float8:
-        manifest = replace(manifest, dtype="fp8")
     return texts, manifest, spec, positions
 
 

@@ -226,10 +226,9 @@ class ExportArgs:
 
 @dataclass(kw_only=True)
 class PlanArgs:
-    """Say what a run needs: memory of a rank, bytes that it sends, what to choose."""
+    """Say what a run needs: memory of a rank, a layout that fits, hours."""
 
     recipe: str = flag(MISSING, "YAML file of flags of distill.py.")
-    other: str = flag("", "another one, to compare the two in a table. Empty: none.")
     gpus: int = flag(
         0, 'of the job. 0: as many as the recipe is for, by its comment "# GPUs: 16 of 80 '
         'GiB, 8 on a node"; 8 without one.', low=0, high=2**20)
@@ -240,7 +239,6 @@ class PlanArgs:
     tflops: float = flag(
         989.0, "peak of one in bfloat16, 10^12 operations a second.", low=1, high=1e6)
     mfu: float = flag(0.17, "share of the peak that a step reaches.", low=0.001, high=1)
-    dollars: float = flag(2.5, "price of one for an hour.", low=0, high=1e4)
 
     def __post_init__(self):
         check_flags(self)
@@ -309,7 +307,7 @@ class TransferArgs:
 TOOLS = {
     "cache": (CacheArgs, {"aliases": {"dtype": "teacher_dtype"}}),
     "export": (ExportArgs, {"positional": ("run",)}),
-    "plan": (PlanArgs, {"positional": ("recipe", "other")}),
+    "plan": (PlanArgs, {"positional": ("recipe",)}),
     "tasks": (TaskArgs, {}),
     "transfer": (TransferArgs, {}),
 }
@@ -345,8 +343,7 @@ def isogloss():
         tool("transfer", sys.argv[2:])
         return
     print("usage: isogloss doctor, isogloss transfer; other commands are isogloss-distill, "
-          "isogloss-cache, isogloss-export, isogloss-plan, isogloss-plot, isogloss-report, "
-          "isogloss-tasks",
+          "isogloss-cache, isogloss-export, isogloss-plan, isogloss-report, isogloss-tasks",
           file=sys.stderr)
     raise SystemExit(0 if "--help" in sys.argv or "-h" in sys.argv else 2)
 

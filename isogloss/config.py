@@ -73,6 +73,10 @@ FOREIGN = {
     "use_vllm": "--writer vllm", "tensor_parallel_size": "--teacher_tp",
     "context_parallel_size": "--sequence_parallel",
 }
+# Flags of earlier versions that left, and the value that is always meant now.
+LEFT = {"alm_mode": "binary_kl", "head_gradient": "micro_batch", "normalize_by_vocab": False,
+        "projection_columns": "all", "ratio": "clamp", "teacher_alpha": 1.0, "token_entropy": 0.5}
+FOREIGN |= {name: f"{value} now, always; leave it out" for name, value in LEFT.items()}
 
 
 def bounds_of(name):
@@ -258,11 +262,6 @@ class LossFlags:
     projection_topk: int = flag(
         8192, "teacher columns that projection_kl keeps, the most likely ones of the step's "
         "batch.", low=1, high=2**20, key="projection_topk")
-    projection_columns: str = flag(
-        "all", "teacher columns that projection_kl may keep: all, or reachable (those to which "
-        "some student token maps, over which the teacher is normalized then). "
-        "eval/unreachable_mass is what the teacher says of the others.",
-        choices=("all", "reachable"), key="projection_columns")
     reverse_kl: bool = flag(
         False, "compute KL(student || teacher) in projection_kl, gold and h_kl.", key="reverse_kl")
     chunk_average: str = flag(
@@ -277,9 +276,6 @@ class LossFlags:
         AUTO_WEIGHT, "of the JSD on common tokens in hybrid_uld, 0 to 1; the sorted rest has what "
         "is missing to 1. -1 takes the fraction of the teacher's vocabulary that is common.",
         key="matched_weight")
-    alm_mode: str = flag(
-        "binary_kl", "binary_kl, binary_kl_reverse, binary_ce, temperature_limit, squared or "
-        "absolute.", key="alm_mode", choices=CHOICES["mode"])
     jsd_beta: float = flag(
         0.5, "of generalized_jsd, from 0 (forward KL) to 1 (reverse KL).", **bounds_of("beta"),
         key="jsd_beta")
@@ -289,15 +285,11 @@ class LossFlags:
     akl_alpha: float = flag(0.5, "of adaptive_kl, 0 to 1.", **bounds_of("alpha"), key="akl_alpha")
     token_weights: str = flag(
         "", "how much a term weighs by the place where it begins. early: 2^(-t / token_half_life) "
-        "behind t learned tokens. sure, unsure: token_entropy / (token_entropy + H) and what is "
-        "missing to 1, where the teacher has an entropy of H nats. column: what weight_key says of "
-        "the row. Empty: 1 each.",
-        choices=("", "early", "column", "sure", "unsure"), key="token_weights")
+        "behind t learned tokens. column: what weight_key says of the row. Empty: 1 each.",
+        choices=("", "early", "column"), key="token_weights")
     token_half_life: float = flag(
         256.0, "of token_weights early, in learned tokens.", low=0.1, high=1e9,
         key="token_half_life")
-    token_entropy: float = flag(
-        0.5, "of token_weights sure and unsure, in nats.", low=1e-4, high=1e3, key="token_entropy")
     learn_projection: bool = flag(
         False, "train the weights of projection_kl's projection too. They are written to "
         "output_dir/projection.pt after the last step.")
@@ -314,11 +306,6 @@ class LossFlags:
         "auto", "how the formulas of the loss run: plain (torch), or compiled (torch.compile; the "
         "first step waits some seconds for it). auto compiles on a GPU.",
         choices=("auto", "plain", "compiled"), free=True)
-    head_gradient: str = flag(
-        "auto", "how often autograd gets the gradient of the output layer: window (once per step, "
-        "a float32 sum of its micro-batches until then), or micro_batch. auto takes window, but "
-        "on a GPU not where that sum, 4 bytes a weight, takes more than a twentieth of its "
-        "memory.", choices=("auto", "window", "micro_batch"), free=True)
 
 
 @dataclass(kw_only=True)
@@ -344,10 +331,8 @@ class OnPolicyFlags:
     rollout_every: int = flag(
         1, "steps that use the same rollouts, 1 or more. After the first of them, each term "
         "counts as much more as the student would come there more often by now.", low=1, high=2**20)
-    ratio: str = flag(
-        "clamp", "of probabilities, by which such terms count. clamp: at most max_ratio. mask: 0 "
-        "outside of 1 / max_ratio to max_ratio.", choices=("clamp", "mask"))
-    max_ratio: float = flag(5.0, "see ratio, 1 or more.", low=1, high=1e6)
+    max_ratio: float = flag(
+        5.0, "how much more such terms count at most, 1 or more.", low=1, high=1e6)
     rollout_temperature: float = flag(
         1.0, "of what the student writes, 0.001 to 1000.", **bounds_of("temperature"))
     rollout_top_p: float = flag(
@@ -414,22 +399,15 @@ class TeacherFlags:
         'teacher_output_topk and every flag of a loss. With "cache" in place of "model" it '
         'is a teacher_cache; a "model" that is an address takes a "tokenizer".')
     teacher_weights: str = flag(
-        "fixed", "how several teachers share the loss. fixed: by the weights of --teachers. ce, "
-        "entropy, max_prob: for each sample by how sure a teacher is of it (ce: nats per byte of "
-        "its text). select: the teacher with the lowest ce alone. A teacher that does not read a "
-        "sample has no weight there. mean_p, mean_logits: one loss, the first teacher's, against "
-        "the mean of teachers with one tokenizer.",
-        choices=("fixed", "ce", "entropy", "max_prob", "select", "mean_p", "mean_logits"))
-    teacher_alpha: float = flag(
-        1.0, "with ce, entropy or max_prob the weights are softmax(teacher_alpha * score), so 0 "
-        "gives equal ones.", low=0, high=1e6)
+        "fixed", "how several teachers share the loss. fixed: by the weights of --teachers. ce: "
+        "for each sample by softmax of minus the nats per byte that a teacher finds in it. select: "
+        "the teacher with the fewest alone. A teacher that does not read a sample has no weight "
+        "there. mean_p: one loss, the first teacher's, against the mean of teachers with one "
+        "tokenizer.", choices=("fixed", "ce", "select", "mean_p"))
     route_key: str = flag(
         "", "column whose value chooses the teachers of a row: those that list it in their "
         '"routes", as in {"model": "A", "routes": ["math"]}. Teachers without routes take '
         "the other rows.")
-    normalize_by_vocab: bool = flag(
-        False, "divide the weight of each of several teachers by log W / log of the smallest W, W "
-        "being its vocabulary.")
     teacher_output: str = flag(
         "hidden", "what is kept of the teacher until a loss reads it. hidden: final hidden "
         "states. logits. topk: the most likely tokens and the text's own; all others are one "
@@ -458,9 +436,8 @@ class TeacherParallelismFlags:
         "on the next step while the others train. 0: the student's ranks hold them.",
         low=0, high=2**16, free=True)
     teacher_dtype: str = flag(
-        "auto", "auto (as in the checkpoint), float32, bfloat16, float16, or fp8: bfloat16 with "
-        "the linear layers in 8 bits, which are compared with 16 before the first step.",
-        choices=("auto", "float32", "bfloat16", "float16", "fp8"), key="dtype")
+        "auto", "auto (as in the checkpoint), float32, bfloat16 or float16.",
+        choices=("auto", "float32", "bfloat16", "float16"), key="dtype")
     teacher_offload: bool = flag(
         False, "keep the teacher's weights in the host's memory but for its forward passes.",
         free=True, key="offload")
@@ -564,7 +541,9 @@ class RunFlags:
     log_comms: bool = flag(
         False, "time every collective of the engine and of sequence-parallel attention for 100 "
         "steps, which slows them down, and print a summary.", free=True)
-    wandb_project: str = flag("", "log to this Weights & Biases project. Empty: do not.", free=True)
+    wandb_project: str = flag(
+        "", "log to this Weights & Biases project, as wandb of the ds_config does. Empty: do not.",
+        free=True)
     local_rank: int = flag(-1, "set by the launcher.", free=True)
 
 
@@ -681,12 +660,6 @@ class Config(ModelFlags, DataFlags, LossFlags, OnPolicyFlags,
         keys = [source.cfg.weight_key for source in sources_of(self)]
         if self.token_weights == "column" and not any(keys):
             raise ValueError("--token_weights column: of which column? name it with --weight_key")
-        of_entropy = self.token_weights in ("sure", "unsure")
-        # with --teachers each entry is checked
-        if of_entropy and not self.teachers and loss_table()[self.loss].columns:
-            raise ValueError(f"--token_weights {self.token_weights} with --loss {self.loss}: which "
-                             "reads some columns of the teacher, and an entropy is of all; use "
-                             "another loss")
 
     def _check_held_out(self):
         if self.streaming and (self.eval_data or self.eval_split) and not self.eval_rows:
@@ -726,7 +699,7 @@ class Config(ModelFlags, DataFlags, LossFlags, OnPolicyFlags,
 
     @property
     def averages_teachers(self):
-        return self.teacher_weights.startswith("mean_")
+        return self.teacher_weights == "mean_p"
 
     @property
     def teacher_kind(self):

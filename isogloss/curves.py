@@ -1,6 +1,6 @@
 """The curves of runs: read from metrics.jsonl, chosen by name, smoothed, drawn as a picture.
 
-Tests: tests/test_plot.py.
+Tests: tests/test_curves.py.
 """
 
 import json

@@ -1,8 +1,8 @@
 """What the demo shows of its runs: a table, two curves of each, and what students wrote.
 
 Bits per byte compare students whatever their loss and whoever their teacher; nats of different
-losses do not, so none are shown.  A student without a teacher takes more steps in the same time,
-so the curves are drawn over both.  Tests: tests/test_demo.py.
+losses do not, so none are shown.  A step without a teacher takes less time, so the curves are drawn
+over steps and over seconds.  Tests: tests/test_demo.py.
 """
 
 import json
@@ -14,7 +14,6 @@ from pathlib import Path
 from isogloss.flags.terminal import one_line
 
 NO_TEACHER = "no teacher"  # cross-entropy alone: the baseline of every loss
-SAME_TIME = "no teacher, same time"  # the same, trained for as long as a distilled student
 EQUAL_TOKENIZERS = "equal tokenizers"  # the teacher has the student's tokenizer
 BITS = "eval/student_bits_per_byte"
 TEACHER_BITS = "eval/teacher_bits_per_byte"
@@ -77,13 +76,6 @@ def read_run(arm, seed, path):
 
 def of_arm(runs, arm):
     return [run for run in runs if run.arm == arm]
-
-
-def equal_time_steps(runs, arm):
-    """Return how many steps without a teacher take as long as the whole training of an arm."""
-    seconds = statistics.mean(run.seconds for run in of_arm(runs, arm))
-    per_step = statistics.mean(run.seconds_per_step for run in of_arm(runs, NO_TEACHER))
-    return max(1, round(seconds / per_step))
 
 
 # --- numbers --------------------------------------------------------------------------------------
@@ -151,30 +143,6 @@ def table(runs):
     return markdown_table(rows)
 
 
-def equal_time(runs, arm):
-    """Return a line: what an arm gains over text alone in as many seconds of training."""
-    values = gains(runs, arm, SAME_TIME)
-    steps = of_arm(runs, SAME_TIME)[0].steps
-    lowest = {}  # which a student without a teacher had on its way, of each seed
-    for run in of_arm(runs, NO_TEACHER) + of_arm(runs, SAME_TIME):
-        bits = [line[BITS] for line in run.evaluations]
-        lowest[run.seed] = min([*bits, lowest.get(run.seed, math.inf)])
-    beside = [lowest[run.seed] - run.bits for run in of_arm(runs, arm)]
-    return (f"{arm} against {steps} steps of text alone, which take as long: "
-            f"{spread(values, '+.3f')} bits per byte, better for {better_for(values)} seeds; "
-            f"{spread(beside, '+.3f')} against the lowest that text alone had on its way")
-
-
-def writing_table(run, seconds):
-    """Return what a student learned from its own writing as a Markdown table."""
-    rows = [["on policy", "reverse KL per byte", "bits per byte", "repeated", "seconds"]]
-    for name, line in (("before", run.evaluations[0]), ("after", run.evaluations[-1])):
-        shown_seconds = f"{seconds:.0f}" if name == "after" else ""
-        rows.append([name, f"{line['eval/rollout/reverse_kl_per_byte']:.3f}", f"{line[BITS]:.3f}",
-                     f"{line['eval/rollout/repeated_4grams']:.1%}", shown_seconds])
-    return markdown_table(rows)
-
-
 # --- texts ----------------------------------------------------------------------------------------
 
 
@@ -222,7 +190,7 @@ def written_by(code):
 
 # Ticks of a logarithmic axis, on which the untrained student does not flatten the others.
 BITS_TICKS = [0.3, 0.4, 0.5, 0.7, 1, 1.5, 2, 3, 4, 5, 6]
-COLORS = {NO_TEACHER: "black", SAME_TIME: "black", EQUAL_TOKENIZERS: "tab:blue"}
+COLORS = {NO_TEACHER: "black", EQUAL_TOKENIZERS: "tab:blue"}
 DEFAULT_LOSS, DEFAULT_COLOR = "piece_kl", "tab:red"
 LABEL_HEIGHT = 0.045  # of a label at a line's end, as a part of the axis
 
@@ -274,9 +242,7 @@ def draw(axis, runs, unit):
     bits = [[line[BITS] for line in run.evaluations] for run in runs]
     by_time = list(zip(*bits))
     means = list(map(statistics.fmean, by_time))
-    # text alone is dashed where it has the same time, so that the two are told apart
-    dashes = "--" if arm == SAME_TIME else "-"
-    axis.plot(positions, means, dashes, color=color, label=arm, marker=".")
+    axis.plot(positions, means, color=color, label=arm, marker=".")
     if len(runs) > 1:
         lowest = list(map(min, by_time))
         highest = list(map(max, by_time))

@@ -20,15 +20,17 @@ class Door(NamedTuple):
         flag: what opens it.
         opens: what is behind it, a sentence.
         modules: of isogloss, the first one is what `door` returns.
-        prepares: one of them, whose `prepare(state, inputs, stack)` is called once the models are
-            loaded, if is_open(state) says so; see `build.prepare`.
+        is_open: (Config) -> the flag is set; of doors with one of the following.
+        checks: one of the modules, whose `check(cfg, layout)` is called before models are loaded.
+        prepares: one whose `prepare(state, inputs, stack)` is called once they are.
     """
 
     flag: str
     opens: str
     modules: tuple
+    is_open: Callable = lambda cfg: False
+    checks: str = ""
     prepares: str = ""
-    is_open: Callable = lambda state: False
 
 
 DOORS: dict[str, Door] = {
@@ -43,14 +45,16 @@ DOORS: dict[str, Door] = {
                     "The loss that balances a mixture's experts.", ("student.router",)),
     "activations": Door("--activation_offload, --mlp_tiles", "Less memory for activations.",
                         ("models.activations",)),
-    "pipeline": Door("--pipeline_parallel", "The student's layers in stages, one a rank.",
-                     ("student.pipeline", "student.stages")),
     "sequence_parallel": Door("--sequence_parallel", "Sequences in shards, one a rank.",
-                              ("job.sequence_group", "student.ulysses"), "student.ulysses",
-                              lambda state: state.sequence_group is not None),
+                              ("job.sequence_group", "student.ulysses"),
+                              lambda cfg: cfg.sequence_parallel > 1, "student.ulysses",
+                              "student.ulysses"),
+    "pipeline": Door("--pipeline_parallel", "The student's layers in stages, one a rank.",
+                     ("student.pipeline", "student.stages"),
+                     lambda cfg: cfg.pipeline_parallel > 1, checks="student.stages"),
     # the data
-    "packing": Door("--pack", "Several texts in a row.", ("student.packing",), "student.packing",
-                    lambda state: state.cfg.pack),
+    "packing": Door("--pack", "Several texts in a row.", ("student.packing",),
+                    lambda cfg: cfg.pack, prepares="student.packing"),
     "streaming": Door("--streaming, --join_rows", "Rows that can only be read forward.",
                       ("data.stream",)),
     "chats": Door("rows that hold chats", "Chats by each model's template.",
@@ -62,17 +66,14 @@ DOORS: dict[str, Door] = {
                         "projection_tools.exact", "projection_tools.generate",
                         "projection_tools.multitoken", "projection_tools.arrays",
                         "projection_tools.projection_files")),
-    "token_weights": Door("--token_weights", "Terms that weigh by their place.",
-                          ("objective.token_weights",)),
     "loss_dump": Door("--dump_losses", "The loss of each chunk, in files.",
                       ("objective.loss_dump",)),
     # the teachers
     "own": Door("--teacher self with --teacher_ema", "A teacher that follows the student.",
                 ("teachers.own",)),
-    "engines": Door("--teacher_tp, --teacher_engine, --teacher_compile, --teacher_dtype fp8",
+    "engines": Door("--teacher_tp, --teacher_engine, --teacher_compile",
                     "A teacher in shards, or with other layers.",
-                    ("teachers.engines.sharded", "teachers.engines.layers", "models.float8",
-                     "job.replicas")),
+                    ("teachers.engines.sharded", "teachers.engines.layers", "job.replicas")),
     "teacher_ranks": Door("--teacher_ranks", "Teachers on ranks of their own.",
                           ("teachers.remote", "job.roles")),
     "cache": Door("--teacher_cache", "What a teacher said of the texts, in files.",
@@ -80,29 +81,26 @@ DOORS: dict[str, Door] = {
                    "teachers.kept_tokens", "teachers.packed_rows")),
     "served": Door("--teacher http://...", "A teacher behind a server.",
                    ("teachers.served", "teachers.text_server")),
-    "ensemble": Door("--teacher_weights mean_p or mean_logits", "The mean of several teachers.",
+    "ensemble": Door("--teacher_weights mean_p", "The mean of several teachers.",
                      ("teachers.ensemble",)),
     # the student writes
     "tasks": Door("--eval_tasks", "Benchmarks in between, code in a sandbox.",
                   ("evaluation.task_suite", "evaluation.task_model", "evaluation.task_options",
-                   "evaluation.task_passes", "evaluation.tasks", "evaluation.harness",
-                   "evaluation.code_tasks", "evaluation.code_runner", "evaluation.sandbox",
-                   "tasks"),
-                  "evaluation.task_suite", lambda state: state.tasks),
+                   "evaluation.task_passes", "evaluation.harness",
+                   "evaluation.code_tasks", "evaluation.sandbox", "tasks"),
+                  lambda cfg: cfg.eval_tasks, prepares="evaluation.task_suite"),
     "eval_samples": Door("--eval_samples", "Held-out texts that the student continues.",
-                         ("evaluation.eval_samples",), "evaluation.eval_samples",
-                         lambda state: state.cfg.eval_samples),
+                         ("evaluation.eval_samples",), lambda cfg: cfg.eval_samples,
+                         prepares="evaluation.eval_samples"),
     "on_policy": Door("--on_policy", "Texts of the student that teachers correct.",
                       ("data.rollouts", "writing.on_policy", "writing.rollout_ratio",
                        "writing.node_writer", "writing.writer_process", "writing.kept_process"),
-                      "writing.on_policy", lambda state: state.cfg.on_policy),
+                      lambda cfg: cfg.on_policy, prepares="writing.on_policy"),
     "speculation": Door("--eval_draft", "How good a draft of the teacher the student is.",
                         ("evaluation.speculation",)),
     # what a run leaves, and finds
     "resume": Door("a checkpoint to go on from", "It is loaded, in its layout or in another.",
                    ("checkpoints.resume", "checkpoints.convert", "checkpoints.unpickle")),
-    "report": Door("a monitor, at the end of a run", "The report is shown there.",
-                   ("report.media",)),
 }
 
 # What several doors use and the hall does not: they know the hall, and one another.  The tables of
@@ -118,6 +116,19 @@ def door(name: str) -> Any:
     return importlib.import_module(f"isogloss.{DOORS[name].modules[0]}")
 
 
+def check(cfg: Any, layout: Any) -> None:
+    """Let the open doors check the layout of a run.
+
+    Args:
+        layout: `inputs.Layout`.
+    Raises:
+        ValueError: what does not fit, and what would.
+    """
+    for its in DOORS.values():
+        if its.checks and its.is_open(cfg):
+            importlib.import_module(f"isogloss.{its.checks}").check(cfg, layout)
+
+
 def prepare(state: Any, inputs: Any, stack: Any) -> None:
     """Let the open doors make ready what they add to a run; all ranks take part.
 
@@ -126,5 +137,5 @@ def prepare(state: Any, inputs: Any, stack: Any) -> None:
         stack: ExitStack; what has to be ended is pushed on it.
     """
     for its in DOORS.values():
-        if its.prepares and its.is_open(state):
+        if its.prepares and its.is_open(state.cfg):
             importlib.import_module(f"isogloss.{its.prepares}").prepare(state, inputs, stack)

@@ -1,7 +1,6 @@
 """Read and check all that the flags name but the weights' values, and load a run's batches."""
 
 import contextlib
-import itertools
 import math
 import os
 import sys
@@ -9,7 +8,7 @@ from dataclasses import dataclass, replace
 from datetime import date
 from functools import cached_property, partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import datasets
 import numpy as np
@@ -18,6 +17,7 @@ import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 from transformers.utils import is_flash_attn_2_available
 
+from isogloss import doors
 from isogloss.align import fingerprint
 from isogloss.checkpoints.checkpoint import (
     agree_on_start,
@@ -37,7 +37,7 @@ from isogloss.config import (
 from isogloss.data import open_data, order
 from isogloss.data.batch import Collator, PairOptions
 from isogloss.data.checks import check_column, has_text, lengths_of
-from isogloss.data.ends import load_generation, stop_ids, taught_ends
+from isogloss.data.ends import load_generation, taught_ends
 from isogloss.data.mixture import Mixture, Source, seed_of, sources_of
 from isogloss.data.sample import TextEncoder
 from isogloss.data.texts import MOST_CHARACTERS, fits, leave_out_tails
@@ -158,6 +158,19 @@ class RunInputs:
         return build_collator(cfg, self, device)
 
 
+class Layout(NamedTuple):
+    """Hold what the layout of a run depends on beside the flags.
+
+    config: of the student, for text; ds_config: as in the file.
+    num_ranks: of the student; roles: `layout.Roles` where teachers have ranks of their own.
+    """
+
+    config: object
+    ds_config: dict
+    num_ranks: int
+    roles: object
+
+
 def check_inputs(cfg, device, roles=None):
     """Read everything but the values of the weights; whatever can be wrong is found here."""
     # what is cheap to read comes first, so that a typo costs seconds
@@ -179,18 +192,15 @@ def check_inputs(cfg, device, roles=None):
                        "(output_router_logits); a pipeline learns without it")
     encoders = load_teacher_encoders(cfg, student, roles)
     student, encoders = with_common_ids(student, encoders)
-    tasks = load_student_tasks(cfg, student, student_config)
+    tasks = None
+    if cfg.eval_tasks:
+        from isogloss.evaluation.task_suite import load_student_tasks
+
+        tasks = load_student_tasks(cfg, student, student_config)
     check_student_weights(cfg)
     bf16 = device.type != "cpu" and get_accelerator().is_bf16_supported()
     num_ranks = dist.get_world_size()
-    if cfg.sequence_parallel > 1:
-        from isogloss.student.ulysses import check_sequence_layout
-
-        check_sequence_layout(cfg.sequence_parallel, num_ranks, student_config)
-    if cfg.pipeline_parallel > 1:
-        from isogloss.student.stages import check_pipeline_layout
-
-        check_pipeline_layout(cfg, student_config, raw_ds_config, num_ranks, roles)
+    doors.check(cfg, Layout(student_config, raw_ds_config, num_ranks, roles))
     facts = num_ranks, student_config.hidden_size, bf16
     adam = {"on_gpu": device.type == "cuda", "compiles_adam": compiles_adam()}
     ds_config = resolve_ds_config(raw_ds_config, cfg, *facts, **adam)
@@ -208,8 +218,9 @@ def check_inputs(cfg, device, roles=None):
         teacher_cfg.teacher_kind.check_data(teacher_cfg, data.parts())
     teachers = plan_teachers(cfg, student, encoders, device)
     if cfg.eval_draft:
+        from isogloss.evaluation.speculation import plan_speculation
+
         plan_speculation(teachers, student, device)
-    give_probes(teachers, data)
     checkpoint = find_checkpoint(cfg.resume, checkpoint_folder(cfg), expected_identity(cfg))
     agree_on_start(checkpoint)
     check_start(cfg, checkpoint)
@@ -369,27 +380,6 @@ def weight_of_routers(cfg, config):
     from isogloss.student.router import router_weight
 
     return router_weight(cfg, config)
-
-
-def load_student_tasks(cfg, student, config):
-    """Return the TaskSuite of --eval_tasks, or None."""
-    if not cfg.eval_tasks:
-        return None
-    from isogloss.evaluation.task_model import TaskEncoder
-    from isogloss.evaluation.task_options import TaskOptions
-    from isogloss.evaluation.task_suite import load_suite
-
-    try:
-        options = TaskOptions(
-            data=cfg.eval_task_data, shots=cfg.eval_task_shots, limit=cfg.eval_task_limit,
-            batch_size=cfg.eval_task_batch, samples=cfg.eval_task_samples,
-            temperature=cfg.eval_task_temperature, seed=cfg.seed,
-            allow_unsafe_code=cfg.allow_unsafe_code, trust_remote_code=cfg.trust_remote_code)
-        encoder = TaskEncoder(student.tokenizer, config, stop_ids(student))
-        return load_suite(cfg.eval_tasks.split(","), options, encoder, rank=dist.get_rank(),
-                          size=dist.get_world_size())
-    except ValueError as error:
-        raise ValueError(f"--eval_tasks {cfg.eval_tasks}: {error}") from None
 
 
 def load_teacher_encoders(cfg, student, roles=None):
@@ -588,16 +578,7 @@ def plan_teachers(cfg, student, encoders, device):
     """Return the TeacherSetup of every teacher, with its loss, but without a source."""
     if not encoders:
         return []
-    # A divergence over more tokens is larger by about log W.
-    factors = [1.0] * len(encoders)
-    if cfg.normalize_by_vocab:
-        from isogloss.teachers.mixing import vocabulary_factors
-
-        sizes = [len(encoder.table) for encoder in encoders.values()]
-        factors = vocabulary_factors(sizes).tolist()
-    configs = {}
-    for (name, teacher_cfg), factor in zip(configs_by_teacher(cfg).items(), factors):
-        configs[name] = replace(teacher_cfg, kd_weight=teacher_cfg.kd_weight / factor)
+    configs = configs_by_teacher(cfg)
     if cfg.averages_teachers and len(configs) > 1:
         return [plan_ensemble(cfg, student, encoders, configs, device)]
     setups = []
@@ -627,34 +608,8 @@ def plan_ensemble(cfg, student, encoders, configs, device):
         path="mean", vocab=len(encoder.table),
         members=[member.teacher_kind.of(member, encoders[name], device, student)
                  for name, member in configs.items()],
-        weights=[member.kd_weight for member in configs.values()],
-        space=cfg.teacher_weights.removeprefix("mean_"))
+        weights=[member.kd_weight for member in configs.values()])
     return TeacherSetup.of("mean", ensemble_cfg, encoder, spec, student=student, device=device)
-
-
-def plan_speculation(teachers, student, device):
-    """Let evaluations measure how good a draft of each teacher the student is."""
-    from isogloss.evaluation.speculation import Speculation  # --eval_draft alone needs it
-
-    for setup in teachers:
-        if setup.spec.is_truncated:
-            raise ValueError(f"--eval_draft with the teacher {setup.name}: of which some tokens "
-                             "are kept, and it is about all of its tokens; keep hidden states, or "
-                             "leave it out")
-        setup.speculation = Speculation.of(student.table, setup.encoder.table, device)
-
-
-def give_probes(teachers, data):
-    """Tell teachers in 8 bits the first text of the data, by which they are compared with 16."""
-    train_data = data.sources[0].train_data
-    reader = data.sources[0].reader
-    specs = [(setup, spec) for setup in teachers for spec in setup.spec.single()]
-    for setup, spec in specs:
-        if spec.has_weights and spec.dtype == "fp8":
-            from isogloss.data.chat import first_ids
-
-            rows = open_data.first_rows(train_data, PROMPTS_TO_TRY, reader.text_key, reader.source)
-            spec.probe = first_ids(map(reader, rows, itertools.count()), setup.encoder)
 
 
 # --- batches --------------------------------------------------------------------------------------

@@ -10,7 +10,6 @@ import os
 import platform
 import subprocess
 import sys
-import uuid
 from dataclasses import asdict
 from pathlib import Path
 
@@ -120,11 +119,6 @@ PEAK_FLOPS = {
 }
 # Lines of JSON in the output directory, each with its step.
 LOGS = "metrics.jsonl", "rollouts.jsonl", "eval_tasks.jsonl", "samples.jsonl"
-TABLES = {  # columns of the three others in wandb
-    "rollouts": ["prompt", "text", "student_nats_per_byte"],
-    "eval_tasks": ["task", "id", "prediction", "verdict", "answer"],
-    "samples": ["prompt", "text", "reference"]}
-TABLE_ROWS = 200  # of evaluation tasks, in wandb
 TIMED_STEPS = 100  # DeepSpeed keeps the times of every call in memory, so not for ever
 
 
@@ -184,15 +178,15 @@ def noting_failure(write):
 
 
 class Log:
-    """metrics.jsonl, the progress bar, wandb and DeepSpeed's monitors, on rank 0 alone.
+    """metrics.jsonl, the progress bar and DeepSpeed's monitors, on rank 0 alone.
 
     Attributes:
         failure: why nothing can be written any more; "": it can.
         first_bits: the student's held-out bits per byte at step 0, None before.
 
     Args:
-        cfg: the flags output_dir, steps, loss, kd_weight, wandb_project, ds_config, projection and
-            seed; all of them are recorded.
+        cfg: the flags output_dir, steps, loss, kd_weight, ds_config, projection and seed; all of
+            them are recorded.
         start_step: step from which the run starts, 0 or that of the checkpoint.
         ds_config: dict that DeepSpeed sees, recorded too.
         description: of what else a user may want to know; printed once.
@@ -211,7 +205,6 @@ class Log:
             print(line_about(description), file=sys.stderr, flush=True)
         self.folder = folder = Path(cfg.output_dir)
         self.path = folder / "metrics.jsonl"
-        self.wandb = None
         self._start_files(cfg, start_step, ds_config)
         self.bar = progress_bar(cfg.steps, start_step)
         self.monitor = monitor if monitor and monitor.enabled else None
@@ -234,8 +227,6 @@ class Log:
             if path.name > record_name:
                 path.unlink()
         write_atomically(folder / record_name, run_record(cfg, start_step, ds_config))
-        if cfg.wandb_project:
-            self.wandb = _start_wandb(cfg, folder, start_step)
 
     def _note_first(self, step, **metrics):
         if step == 0:
@@ -293,18 +284,16 @@ class Log:
         for name, value in metrics.items():
             if value is not None:  # dashboards have a section for each first part of a name
                 numbers[name if name.startswith("eval/") else f"train/{name}"] = value
-        if self.wandb:
-            self.wandb.log(numbers, step=step)
         if self.monitor:
             # by steps, where the engine's own Train/Samples/lr counts samples
             self.monitor.write_events([(name, value, step) for name, value in numbers.items()])
 
     @noting_failure
     def write_records(self, name, step, records):
-        """Append to NAME.jsonl; wandb shows the first records as a table.
+        """Append to NAME.jsonl.
 
         Args:
-            name: key of TABLES.
+            name: "rollouts", "eval_tasks" or "samples".
             records: dicts of `on_policy.record_of`, `EvalSamples.write` (of which the first is
                 printed) or, of all ranks, of `TaskSuite.run`.
         """
@@ -316,13 +305,6 @@ class Log:
                 file.write(json.dumps({"step": step} | record) + "\n")
         if name == "samples":
             self.say(step, f"{records[0]['prompt']} >> {records[0]['text']}")
-        if self.wandb:
-            import wandb
-
-            columns = TABLES[name]
-            shown = records[:TABLE_ROWS] if name == "eval_tasks" else records
-            rows = [[record.get(column) for column in columns] for record in shown]
-            self.wandb.log({name: wandb.Table(columns=columns, data=rows)}, step=step)
 
     def advance(self, metrics):
         """Move the progress bar by one step."""
@@ -347,10 +329,8 @@ class Log:
             self.bar.close()
 
     def close(self):
-        """End the progress bar and the wandb run."""
+        """End the progress bar."""
         self.end_bar()
-        if self.is_active and self.wandb:
-            self.wandb.finish()
 
 
 class PlainLines:
@@ -414,24 +394,6 @@ def check_logs(output_dir, start_step):
             raise ValueError(f"--output_dir {output_dir}: {name} is no file there; name another "
                              "directory")
         lines_until(path, start_step)
-
-
-def _start_wandb(cfg, folder, start_step):
-    import wandb  # takes a second to import, and few runs use it
-
-    from isogloss.checkpoints.model_card import title
-
-    # Two folders of one name are two runs, so the id is random and kept in the folder.
-    id_path = folder / "wandb_id"
-    if not (start_step and id_path.exists()):
-        write_atomically(id_path, uuid.uuid4().hex[:16])
-    return wandb.init(
-        project=cfg.wandb_project,
-        name=f"{title(cfg)}, {cfg.loss} ({folder.name})" if cfg.kd_weight else title(cfg),
-        dir=folder,
-        config=without_secrets(asdict(cfg)),
-        id=id_path.read_text(),
-        resume="allow")
 
 
 def run_record(cfg, start_step, ds_config):

@@ -106,14 +106,6 @@ def write_results(state, inputs):
             tell(f"license of {rule}")
 
 
-def show_report(state, log):
-    """Show the report of the run in Weights & Biases and in TensorBoard, where they are on."""
-    if state.cfg.wandb_project or state.engine.monitor.enabled:
-        from isogloss.report import media
-
-        media.show_report(state.cfg, log, state.engine.monitor)
-
-
 def end_unless_taught(state):
     """Say which teachers have not taught anything; if none has, end with exit code 1."""
     idle = [name for name, num_terms in state.taught.terms.items() if not num_terms]
@@ -262,7 +254,7 @@ def log_tasks(state, step, log, stop):
 
     log.flush()
     with state.whole_student.model() as (model, agree):
-        metrics, records = state.tasks.run(model, global_sums, agree, stop)
+        metrics, records = state.tasks.run(model, agree, stop)
     if metrics:
         log.write(step, metrics)
         table = as_markdown([task.name for task in state.tasks.tasks], metrics)

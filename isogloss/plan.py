@@ -1,7 +1,6 @@
-"""Say what a run needs before it is started: memory of a rank, bytes that it sends, what to choose.
+"""Say what a run needs before it is started: memory of a rank, a layout that fits, hours.
 
     python -m isogloss.plan recipes/qwen3_4b_to_llama_3.2_1b.yaml --gpus 16 --gpu_gib 80
-    python -m isogloss.plan recipes/on_policy_maths.yaml recipes/gemma3_4b_to_qwen3_1.7b.yaml
 
 P weights of which Pt are trained, b bytes each (2 in bf16 and fp16, else 4), N ranks that share the
 optimizer's state, n = samples x positions of a micro-batch on a rank, m micro-batches in a step.
@@ -16,10 +15,9 @@ size.  In bytes of one rank:
     activations  n x layers x (8 h + 4 b h + b (3 q + 2 kv) + 4 b i)
                  with checkpointing n b h x layers and one layer as above
     loss         loss_memory_mib + 4 x head            the head's gradient, where it is trained
-    teacher      b_t (layers / degree + embedding + head), in fp8 1 for b_t of the layers, its head
-                 / degree once more where it is sharded, tables of 310 bytes a token of both
-                 vocabularies, and until the loss m n_t h_t b_t (hidden states), m n_t W b_t
-                 (logits), 8 m n_t k (topk)
+    teacher      b_t (layers / degree + embedding + head), its head / degree once more where it is
+                 sharded, tables of 310 bytes a token of both vocabularies, and until the loss
+                 m n_t h_t b_t (hidden states), m n_t W b_t (logits), 8 m n_t k (topk)
     terms        1,300 m n: what ids tell of the terms between two vocabularies
     step         (b + 12) Pt / N, at stage 3 12 Pt / N, at stage 0 (b + 8) Pt, on CPUs (b + 4) Pt:
                  gradients, in float32, clipped, square roots
@@ -29,22 +27,13 @@ forward pass, the backward pass (gradients, activations, loss, teacher's outputs
 GPU's own context, NCCL's buffers and fragmentation are taken as 2 GiB: a guess, as all here is
 unmeasured on GPUs.  docs/LOG.md has the errors measured on CPU ranks.
 
-A rank sends, in a step, with f = (N - 1) / N: gradients 2 f b Pt (stages 0, 1); stage 2 f b Pt m,
-and f b Pt for the new weights; stage 3 f b (2 P + Pt) m.  In a micro-batch a sharded teacher sends
-4 n_t h_t b_t (degree - 1) / degree a layer for the samples of each of its readers, because all of
-its ranks run all of them (of ZeRO-3: f b_t of all weights); sequence shards 2 b n (q + kv)
-(size - 1) / size a layer in each of two passes (three with checkpointing), a pipeline 2 b n h.
-
-What leaves a node goes by the network, the rest by NVLink.  Gradients and weights go around in
-rings, which leave a node once for all of its ranks: of a rank's bytes, 1 / (ranks of the node).
-
 A student's rank computes, in a step, 6 P n m operations (4 of a frozen weight; 2 more with
-checkpointing), and 2 of each weight of a teacher for its positions, 2 / 1.5 of its layers in fp8;
-attention, losses and what a student writes (--on_policy) are left out.  Teachers on ranks of their
-own work beside them.  A step takes as long as the slower of the two, at a share of the peak
-(--mfu), if what is sent hides behind it.  A share of 0.17 is what one H200 reached with a student
-of 1.2 B weights whose teacher had twelve of Qwen3-4B's layers (docs/log/2026-11.md, "a GPU that
-waits for launches"); 989 TFLOP/s is an H100's peak in bfloat16, and 2.5 dollars an hour a guess.
+checkpointing), and 2 of each weight of a teacher for its positions; attention, losses and what a
+student writes are left out, so with --on_policy no hours are said.  Teachers on ranks of their own
+work beside them.  A step takes as long as the slower of the two, at a share of the peak (--mfu), if
+what is sent hides behind it.  A share of 0.17 is what one H200 reached with a student of 1.2 B
+weights whose teacher had twelve of Qwen3-4B's layers (docs/log/2026-11.md, "a GPU that waits for
+launches"); 989 TFLOP/s is an H100's peak in bfloat16.
 
 What distill.py refuses of a layout is refused here too, by the same checks.  Sizes of models come
 from their config.json, or from recipes/architectures.yaml where there is none.
@@ -52,11 +41,10 @@ Tests: tests/test_plan.py, tests/test_plan_memory.py.
 """
 
 import itertools
-import math
 import re
 from collections import Counter
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 
@@ -70,7 +58,6 @@ import yaml
 from transformers import AutoConfig
 
 from isogloss.config import MOST_AUTO_MIB, Config, configs_by_teacher
-from isogloss.demo_report import markdown_table
 from isogloss.flags.model_names import read_model_name
 from isogloss.flags.parse import parse_flags, shipped
 from isogloss.job.layout import Roles, teacher_groups
@@ -90,12 +77,7 @@ TABLES = 310  # bytes a token, of piece_kl's tables; measured with vocabularies 
 # Bytes a position, of piece_kl: 330 for Qwen 2 <- Llama 3, 1,280 the other way round, 1,360 for
 # Llama 2 <- Qwen 2.
 TERMS = 1300
-# Of a teacher's layers in fp8, beside bfloat16: a guess below the 1.6 times as many tokens a second
-# that vLLM names as its most (docs.vllm.ai, "FP8 W8A8").
-FLOAT8_SPEED = 1.5
 USABLE = 0.95  # of a GPU's memory, so that a longer text than most still fits; chosen
-# An H100's NVLink moves 450 GB/s, a network card of 400 Gbit/s 50 GB/s; one card for each GPU.
-NVLINK_PER_NETWORK = 9
 # The comment of a recipe that says what it is for.
 GPUS = re.compile(r"^# GPUs: (\d+) of ([\d.]+) GiB(?:, (\d+) on a node)?$", re.MULTILINE)
 
@@ -246,29 +228,6 @@ class Layout:
         per_node = self.cfg.teacher_ranks or self.per_node
         return self.ranks // self.per_node * per_node, per_node
 
-    def beyond_node(self, size, stride=1):
-        """Return which part of what a rank sends to its neighbors in a group leaves the node.
-
-        Groups are blocks of `size` neighbors; a rank sends as much to every other one of its group
-        (stride 0), or to the next one.
-        """
-        total = 0
-        outside = 0
-        for rank in range(self.ranks):
-            first = rank // size * size
-            others = range(first, first + size) if stride == 0 else range(rank + 1, rank + 2)
-            for other in others:
-                if other != rank and other < first + size:
-                    total += 1
-                    outside += other // self.per_node != rank // self.per_node
-        return outside / max(total, 1)
-
-    def beyond_node_of_ring(self, group_size):
-        """Return the same of a ring around ranks of all nodes."""
-        if self.ranks <= self.per_node:
-            return 0.0
-        return 1 / max(group_size * self.per_node // self.ranks, 1)
-
 
 def layout_of(cfg, num_ranks, hidden_size, on_gpu=True, stage=None, per_node=0):
     """Return the Layout of a run.
@@ -297,10 +256,9 @@ def layout_of(cfg, num_ranks, hidden_size, on_gpu=True, stage=None, per_node=0):
 
 @dataclass
 class Need:
-    """Hold the bytes of a rank: what stays, what comes and goes, and what it sends in a step.
+    """Hold the bytes of a rank: what stays, what comes and goes.
 
     Attributes:
-        network: which of `sends` leave the node.
         operations: that a rank computes in a step; beside: those of a rank of teachers.
         tokens: positions of a step on all ranks.
     """
@@ -309,8 +267,6 @@ class Need:
     backward: dict
     teacher_pass: int
     step: int
-    sends: dict
-    network: dict = field(default_factory=dict)
     operations: float = 0.0
     beside: float = 0.0
     tokens: int = 0
@@ -325,19 +281,6 @@ class Need:
 
     def fits(self, gpu_gib):
         return self.peak <= USABLE * gpu_gib * GIB
-
-    @property
-    def sent(self):
-        return sum(self.sends.values())
-
-    @property
-    def sent_to_nodes(self):
-        return sum(self.network.values())
-
-    def add_sent(self, name, sent, beyond_node):
-        """Add what is sent, of which a part leaves the node."""
-        self.sends[name] = sent
-        self.network[name] = sent * beyond_node
 
 
 def plan(cfg, num_ranks, on_gpu=True, stage=None, per_node=0):
@@ -386,7 +329,7 @@ def need_of(layout, student, teachers):
     Args:
         teachers: list of (Config of its values, Shape, engine).
     """
-    need = Need(Counter(), {}, 0, 0, {})
+    need = Need(Counter(), {}, 0, 0)
     _add_student(need, layout, student)
     for teacher_cfg, shape, engine in teachers:
         _add_teacher(need, layout, teacher_cfg, shape=shape, engine=engine)
@@ -440,7 +383,6 @@ def _add_student(need, layout, shape):
     has_replica = layout.stage == 3 and cfg.rollout_replica
     if cfg.on_policy and (has_replica or cfg.pipeline_parallel > 1):
         need.stays["replica that writes"] = b * shape.weights
-    add_student_sends(need, layout, shape, weights=weights, trained=trained)
 
 
 def activation_bytes(layout, shape):
@@ -458,54 +400,6 @@ def activation_bytes(layout, shape):
     return layout.positions * (layer + kept)
 
 
-def add_student_sends(need, layout, shape, *, weights, trained):
-    """Add what a rank sends in a step for the student."""
-    cfg = layout.cfg
-    b = layout.bytes
-    m = layout.micro_batches
-    fraction = (layout.sharers - 1) / layout.sharers
-    gradients = fraction * b * trained
-    if layout.stage < 2:
-        sends = {"gradients": 2 * gradients}
-    elif layout.stage == 2:
-        sends = {"gradients": m * gradients, "new weights": gradients}
-    else:
-        sends = {"gradients": m * gradients, "weights": 2 * m * fraction * b * weights}
-    for name, sent in sends.items():
-        need.add_sent(name, sent, layout.beyond_node_of_ring(layout.sharers))
-    size = cfg.sequence_parallel
-    if size > 1:
-        passes = 3 if cfg.activation_checkpointing else 2
-        per_position = b * 2 * (shape.heads + shape.kv_heads) * (size - 1) / size
-        sent = passes * m * shape.layers * layout.positions * per_position
-        need.add_sent("sequence shards", sent, layout.beyond_node(size, 0))
-    if cfg.pipeline_parallel > 1:
-        sent = 2 * b * m * layout.positions * shape.hidden
-        need.add_sent("stages", sent, layout.beyond_node(cfg.pipeline_parallel))
-
-
-def teacher_sends(layout, cfg, shape, engine):
-    """Return (bytes that a rank sends in a step for a sharded teacher, part that leaves the node).
-
-    Args:
-        cfg: Config of a run with this teacher alone.
-    """
-    b = 4 if cfg.teacher_dtype == "float32" else 2
-    degree = cfg.teacher_tp
-    num_ranks, per_node = layout.teacher_ranks
-    if engine == "zero3":
-        sent = layout.micro_batches * b * shape.weights * (num_ranks - 1) / num_ranks
-        return sent, 1 / per_node if num_ranks > per_node else 0.0
-    # all ranks of a replica run the samples of all of its readers
-    if layout.cfg.teacher_ranks:
-        readers = layout.per_node * degree / (cfg.ranks_per_reader * per_node)
-    else:
-        readers = degree / math.gcd(cfg.ranks_per_reader, degree)
-    positions = layout.micro_batch * (cfg.teacher_max_length or cfg.max_length)
-    per_layer = 4 * positions * shape.hidden * b * (degree - 1) / degree
-    return layout.micro_batches * readers * shape.layers * per_layer, 0.0
-
-
 def _add_teacher(need, layout, cfg, *, shape, engine):
     b = 4 if cfg.teacher_dtype == "float32" else 2
     positions = layout.micro_batch * (cfg.teacher_max_length or cfg.max_length)
@@ -516,11 +410,7 @@ def _add_teacher(need, layout, cfg, *, shape, engine):
     need.backward[f"outputs of {cfg.teacher}"] = layout.micro_batches * positions * kept[output]
     if not cfg.teacher_kind.has_weights:
         return
-    small = 0  # weights in 8 bits, not of experts that are one tensor
-    if cfg.teacher_dtype == "fp8":
-        small = sum(map(math.prod, itertools.chain(*shape.names.values())))
-    operations = 2 * positions * layout.micro_batches * (
-        shape.weights - small + small / FLOAT8_SPEED)
+    operations = 2 * positions * layout.micro_batches * shape.weights
     if layout.cfg.teacher_ranks:  # which run the samples of all readers
         teacher_ranks, _ = layout.teacher_ranks
         readers = layout.ranks // layout.cfg.ranks_per_reader
@@ -529,7 +419,7 @@ def _add_teacher(need, layout, cfg, *, shape, engine):
         need.operations += operations / layout.cfg.ranks_per_reader
     degree = cfg.teacher_tp
     outer = shape.head * (1 if shape.tied else 2)
-    weights = (b * (shape.weights - outer) - (b - 1) * small) // degree + b * outer
+    weights = b * (shape.weights - outer) // degree + b * outer
     if engine == "zero3":
         weights = b * (shape.weights // layout.ranks + shape.head)
     elif degree > 1:  # the head is sharded, and whole beside that for the loss
@@ -541,8 +431,6 @@ def _add_teacher(need, layout, cfg, *, shape, engine):
     widest = b * positions * (4 * shape.hidden + 3 * shape.inner) + 4 * b * positions * shape.heads
     offloaded = weights if cfg.teacher_offload else 0
     need.teacher_pass = max(need.teacher_pass, widest + offloaded)
-    if degree > 1 or engine == "zero3":
-        need.add_sent(f"teacher {cfg.teacher}", *teacher_sends(layout, cfg, shape, engine))
 
 
 # --- what to choose -------------------------------------------------------------------------------
@@ -578,17 +466,12 @@ def choices(cfg, num_ranks, per_node):
 
 
 def advice(needs, gpu_gib):
-    """Return the words and the Need of the choice that fits and sends in the least time, or None.
+    """Return the words and the Need of the first choice that fits, or None.
 
     Args:
-        needs: list of (words, Need).
+        needs: list of (words, Need); the first ones shard and recompute least.
     """
-    def cost(entry):  # what by NVLink would take as long as all that a rank sends
-        _, need = entry
-        return round((need.sent + (NVLINK_PER_NETWORK - 1) * need.sent_to_nodes) / GIB, 1)
-
-    # of equal ones the first, which shards and recomputes least
-    return min((entry for entry in needs if entry[1].fits(gpu_gib)), key=cost, default=None)
+    return next((entry for entry in needs if entry[1].fits(gpu_gib)), None)
 
 
 # --- command line ---------------------------------------------------------------------------------
@@ -609,81 +492,46 @@ def lines_of(need, gpu_gib):
         return f"  {value / GIB:8.2f}  {name}"
 
     verdict = "fits" if need.fits(gpu_gib) else "DOES NOT FIT"
-    lines = ["GiB of a rank that stay:",
-             *[line(name, value) for name, value in need.stays.items() if value],
-             "while the gradient is computed:",
-             *[line(name, value) for name, value in need.backward.items() if value],
-             "or, if that is more:", line("a teacher's forward pass", need.teacher_pass),
-             line("the optimizer's step", need.step),
-             line(f"at most; {verdict} {USABLE:.0%} of {gpu_gib:g} GiB", need.peak),
-             "GiB that a rank sends in a step, in its node and to others:"]
-    for name, value in need.sends.items():
-        network = need.network.get(name, 0)
-        if value:
-            lines.append(f"  {(value - network) / GIB:8.2f}  {network / GIB:8.2f}  {name}")
-    return lines if need.sent else [*lines, "  nothing"]
+    return ["GiB of a rank that stay:",
+            *[line(name, value) for name, value in need.stays.items() if value],
+            "while the gradient is computed:",
+            *[line(name, value) for name, value in need.backward.items() if value],
+            "or, if that is more:", line("a teacher's forward pass", need.teacher_pass),
+            line("the optimizer's step", need.step),
+            line(f"at most; {verdict} {USABLE:.0%} of {gpu_gib:g} GiB", need.peak)]
 
 
-def time_and_price(need, cfg, num_gpus, args):
-    """Return (seconds of a step, tokens a second, hours of the run, dollars)."""
+def time_of(need, cfg, args):
+    """Return (seconds of a step, tokens a second, hours of the run)."""
     seconds = max(need.operations, need.beside) / (args.mfu * args.tflops * 1e12)
-    hours = seconds * cfg.steps / 3600
-    return seconds, need.tokens / seconds, hours, hours * num_gpus * args.dollars
+    return seconds, need.tokens / seconds, seconds * cfg.steps / 3600
 
 
-def column_of(args):
-    """Return {name of a row: text} of a recipe: the whole, then the parts of its memory."""
-    cfg, (num_gpus, _, gpu_gib), need = read(args)
-    seconds, speed, hours, dollars = time_and_price(need, cfg, num_gpus, args)
-    texts = {"fits": "yes" if need.fits(gpu_gib) else "NO", "seconds a step": f"{seconds:.3g}",
-             "tokens a second": f"{speed:,.0f}"}
-    if not cfg.epochs:
-        texts |= {"hours": f"{hours:.3g}", "dollars": f"{dollars:,.3g}"}
-    parts = Counter({"a step's GiB in its node": need.sent - need.sent_to_nodes,
-                     "a step's GiB to others": need.sent_to_nodes, "GiB at most": need.peak})
-    other = {"a teacher's forward pass": need.teacher_pass, "the optimizer's step": need.step}
-    for name, value in [*need.stays.items(), *need.backward.items(), *other.items()]:
-        parts["- " + re.sub(" of .*", " of teachers", name)] += value
-    return texts | {name: f"{value / GIB:.2f}" for name, value in parts.items()}
-
-
-def read(args):
-    """Return (Config, what `gpus_of` returns, Need) of a recipe, and print its first line."""
-    cfg = parse_flags(Config, [f"--config={args.recipe}"], file_flag="config")
-    num_gpus, per_node, gpu_gib = gpus_of(args)
-    print(f"{args.recipe} on {num_gpus} GPUs of {gpu_gib:g} GiB, {per_node} on a node")
-    return cfg, (num_gpus, per_node, gpu_gib), plan(cfg, num_gpus, per_node=per_node)
+def time_line(need, cfg, args):
+    """Return the line about time; "" where some work is not counted, as what a student writes."""
+    if cfg.on_policy or cfg.epochs:
+        return ""
+    seconds, speed, hours = time_of(need, cfg, args)
+    return (f"{cfg.steps:,} steps of {seconds:.3g} s ({speed:,.0f} tokens a second): {hours:.3g} "
+            f"hours without evaluations, if GPUs reach {args.mfu:.0%} of {args.tflops:g} TFLOP/s "
+            "and sending hides behind that")
 
 
 def main(args):
-    """Print what a recipe needs and what to choose, or two recipes side by side."""
-    assumed = (f"if GPUs reach {args.mfu:.0%} of {args.tflops:g} TFLOP/s, sending hides behind "
-               f"that and one costs {args.dollars:g} dollars an hour")
-    if args.other:
-        columns = [column_of(replace(args, recipe=name)) for name in (args.recipe, args.other)]
-        rows = [["", "first", "second"]]
-        for name in dict.fromkeys([*columns[0], *columns[1]]):
-            rows.append([name, *[column.get(name, "").rjust(12) for column in columns]])
-        print(f"{markdown_table(rows)}\n{assumed}")
-        return
-    cfg, (num_gpus, per_node, gpu_gib), stated = read(args)
-    seconds, speed, hours, dollars = time_and_price(stated, cfg, num_gpus, args)
-    run = f"{cfg.steps:,} steps: {hours:.3g} hours, {dollars:,.3g} dollars, without evaluations"
-    print(*lines_of(stated, gpu_gib), f"a step: {seconds:.3g} s, {speed:,.0f} tokens a second",
-          "epochs: hours depend on the data" if cfg.epochs else run, assumed, sep="\n")
+    """Print what a recipe needs and what to choose."""
+    cfg = parse_flags(Config, [f"--config={args.recipe}"], file_flag="config")
+    num_gpus, per_node, gpu_gib = gpus_of(args)
+    print(f"{args.recipe} on {num_gpus} GPUs of {gpu_gib:g} GiB, {per_node} on a node")
+    stated = plan(cfg, num_gpus, per_node=per_node)
+    print(*filter(None, [*lines_of(stated, gpu_gib), time_line(stated, cfg, args)]), sep="\n")
     best = advice(choices(cfg, num_gpus, per_node), gpu_gib)
     if best is None:
         print("choose: nothing here fits; more GPUs, --teacher_offload, --sequence_parallel, a "
               "smaller micro-batch or an adapter (--lora_r) would need less")
         return
     words, need = best
-    print(f"choose: {words} ({summary_of(need)}); of the layouts that fit its sending takes least "
-          "time")
+    print(f"choose: {words} ({need.peak / GIB:.1f} GiB at most); of the layouts that fit it shards "
+          "and recomputes least")
     stage = read_ds_config(cfg.ds_config).get("zero_optimization", {}).get("stage", 0)
     if words != words_of(cfg, stage):
-        print(f"the recipe has {words_of(cfg, stage)} ({summary_of(stated)})")
-
-
-def summary_of(need):
-    return (f"{need.peak / GIB:.1f} GiB at most, {(need.sent - need.sent_to_nodes) / GIB:.1f} sent "
-            f"in its node and {need.sent_to_nodes / GIB:.1f} to others in a step")
+        print(f"the recipe has {words_of(cfg, stage)} ({stated.peak / GIB:.1f} GiB at most)")

@@ -1,7 +1,6 @@
 """Ask the teachers about a step: for logits, the columns that a loss keeps, and confidence."""
 
 from dataclasses import dataclass
-from functools import partial
 from types import SimpleNamespace
 
 import torch
@@ -10,14 +9,11 @@ import torch.distributed as dist
 from isogloss.align import all_bytes
 from isogloss.config import Config
 from isogloss.data.sample import TextEncoder
-from isogloss.losses import at_least_float32, find_chunks, row_sums, teacher_importance
+from isogloss.losses import row_sums, teacher_importance
 from isogloss.objective.loss_table import LOSSES, DistillationLoss, build_loss
 from isogloss.objective.objective import TeacherTarget, weigh_samples
 from isogloss.teachers.protocol import BLOCK, TeacherSource, TeacherSpec
 from isogloss.tiles import TeacherBlocks
-
-# What --teacher_weights asks of a teacher: "select" compares cross-entropies.
-SCORE_KINDS = {"ce": "ce", "entropy": "entropy", "max_prob": "max_prob", "select": "ce"}
 
 
 @dataclass
@@ -86,8 +82,7 @@ class TeacherSetup:
     @property
     def keeps_columns(self):
         """Tell whether the loss compares the most important teacher columns only."""
-        comparable_W = self.loss.comparable_W
-        num = len(self.encoder.table) if comparable_W is None else int(comparable_W.sum())
+        num = len(self.encoder.table)
         return LOSSES[self.cfg.loss].columns and num > self.cfg.projection_topk
 
 
@@ -104,25 +99,6 @@ def without_gradient(student, batch, function):
     return reduced
 
 
-def ask_of_student(setups, student, batches):
-    """Ask servers, where they shall, about the tokens that the student finds most likely now."""
-    for number, setup in enumerate(setups):
-        for batch in batches if setup.spec.num_given else ():
-            teacher = batch.teachers[number]
-            function = partial(likely_tokens, teacher, setup.spec.num_given)
-            teacher.given = without_gradient(student, batch.student, function)
-            setup.source.request(teacher)
-
-
-def likely_tokens(batch, num, student_logits):
-    """Return the `given` of a TeacherBatch: num tokens, the first ones where none is compared."""
-    given_TK = torch.arange(num, device=batch.ids.device).repeat(batch.ids.numel(), 1)
-    chunks = find_chunks(batch.student_chunk, batch.teacher_chunk)
-    for block_S, block_T in zip(chunks.first_S.split(BLOCK), chunks.first_T.split(BLOCK)):
-        given_TK[block_T] = student_logits(block_S).topk(num).indices
-    return given_TK
-
-
 def step_targets(setups, micro_batches, student):
     """Return an iterable over micro-batches: the TeacherTarget of every teacher.
 
@@ -133,7 +109,6 @@ def step_targets(setups, micro_batches, student):
         setups: TeacherSetup of every teacher; micro_batches: Batches; student: of the job.
     """
     group = student.loss_group
-    ask_of_student(setups, student, micro_batches)
     at_once = {}
     for number, setup in enumerate(setups):
         if not setup.asked_late:
@@ -162,7 +137,6 @@ def teacher_targets(setup, batches, group=None):
         a TeacherTarget for each micro-batch; none where another rank computes the loss.
     """
     targets = []
-    kind = SCORE_KINDS.get(setup.cfg.teacher_weights)
     # one transfer of offloaded weights for all micro-batches
     with setup.source.on_device():
         for batch in batches:
@@ -173,8 +147,8 @@ def teacher_targets(setup, batches, group=None):
             targets.append(TeacherTarget(logits, setup.loss.loss_fn, None, setup.bytes_per_token,
                                          is_observed=setup.loss.is_observed))
     for target, batch in zip(targets, batches):
-        if kind:
-            target.confidence = sample_scores(target.logits, batch, kind)
+        if setup.cfg.teacher_weights in ("ce", "select"):
+            target.confidence = sample_scores(target.logits, batch)
         if batch.rollout_positions is not None:
             target.rollout_nats = rollout_nats(target.logits, batch)
     if targets and setup.keeps_columns:
@@ -207,22 +181,18 @@ def kept_columns(setup, batches, targets, group=None):
             block = teacher_importance(rows[None])
             importance = torch.maximum(importance, block)
     dist.all_reduce(importance, op=dist.ReduceOp.MAX, group=group)
-    if setup.loss.comparable_W is not None:  # the others take up no place
-        importance = importance.masked_fill(~setup.loss.comparable_W, -torch.inf)
     return importance.topk(setup.cfg.projection_topk).indices.sort().values
 
 
 @torch.no_grad()
-def sample_scores(logits, batch, kind):
-    """Return (B,) how sure a teacher is of each sample: the mean of `mixing.token_scores`.
+def sample_scores(logits, batch):
+    """Return (B,) how sure a teacher is of each sample: log-probability, in nats, for each byte.
 
     It is -inf for a sample that the teacher does not read, whose template refuses it, say.
-    Cross-entropy is taken per byte, not per token, so that teachers with different tokenizers
-    compare.
+    Tokens of different tokenizers are not the same unit, bytes are.
 
     Args:
         logits: LogitsSource of the teacher; of truncated logits ScoredLogits.
-        kind: "ce", "entropy" or "max_prob".
     """
     labels = batch.labels.flatten()
     num_bytes = batch.num_bytes.flatten().clamp(min=0)
@@ -231,28 +201,19 @@ def sample_scores(logits, batch, kind):
         if not len(positions):
             scores.append(torch.full((), -torch.inf, device=labels.device))
             continue
-        size = len(positions)
-        if kind == "ce":  # tokens of different tokenizers are not the same unit, bytes are
-            size = (num_bytes * (batch.sample == number)).sum().clamp(min=1)
-        scores.append((total_score(logits, labels, positions, kind) / size).float())
+        size = (num_bytes * (batch.sample == number)).sum().clamp(min=1)
+        total = sum(label_logp(logits, labels, block).sum() for block in positions.split(BLOCK))
+        scores.append((total / size).float())
     return torch.stack(scores)
 
 
-def total_score(logits, labels, positions, kind):
-    """Return the sum of `mixing.token_scores` over some positions.
-
-    Args:
-        labels: (B * T,) int64; positions: (n,) int64.
-    """
+def label_logp(logits, labels, positions):
+    """Return (n,) log-probabilities of the labels at some positions; see `sample_scores`."""
     if hasattr(logits, "scores"):
-        scores = logits.scores.at(positions)
-        if kind == "ce":
-            return scores.logp_T.sum()
-        return -scores.entropy_T.sum() if kind == "entropy" else scores.max_logp_T.exp().sum()
+        return logits.scores.at(positions).logp_T
     from isogloss.teachers.mixing import token_scores
 
-    blocks = positions.split(BLOCK)
-    return sum(token_scores(logits(block), labels[block], kind).sum() for block in blocks)
+    return token_scores(logits(positions), labels[positions])
 
 
 @torch.no_grad()
@@ -265,12 +226,8 @@ def rollout_nats(logits, batch):
     labels = batch.labels.flatten()
     nats = torch.zeros(batch.num_samples, dtype=torch.float64, device=labels.device)
     for block in batch.rollout_positions.split(BLOCK):
-        if hasattr(logits, "scores"):
-            logp = logits.scores.at(block).logp_T
-        else:
-            logp_NW = at_least_float32(logits(block)).log_softmax(-1)
-            logp = logp_NW.gather(1, labels[block][:, None]).squeeze(1)
-        nats -= row_sums(logp.double(), batch.sample[block], batch.num_samples)
+        logp = label_logp(logits, labels, block).double()
+        nats -= row_sums(logp, batch.sample[block], batch.num_samples)
     return nats
 
 
@@ -286,5 +243,5 @@ def weigh_by_confidence(cfg, batches, targets):
 
     scores_MB = torch.stack([target.confidence for target in targets])
     select = cfg.teacher_weights == "select"
-    weights_MB = teacher_weights(scores_MB, cfg.teacher_alpha, select)
+    weights_MB = teacher_weights(scores_MB, select)
     return list(map(weigh_samples, batches, weights_MB))

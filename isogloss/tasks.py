@@ -25,7 +25,6 @@ from isogloss.data.sample import TextEncoder
 from isogloss.demo_report import markdown_table
 from isogloss.evaluation.task_model import TaskEncoder
 from isogloss.evaluation.task_suite import load_suite
-from isogloss.job.counts import global_sums
 from isogloss.job.rendezvous import values_of_ranks
 from isogloss.models.pretrained import load_config, load_model
 from isogloss.projection_tools.tokenizers import load_tokenizer
@@ -105,8 +104,7 @@ def main(args):
     check_finite(args.model, model)
     if suite.writes:
         encoder.equal_lengths = writes_equal_lengths(args.model, model, encoder)
-    sums = global_sums if size > 1 else torch.as_tensor
-    metrics, records = suite.run(model, sums)
+    metrics, records = suite.run(model)
     records = [record for of_rank in values_of_ranks(records) for record in of_rank]
     if rank == 0:
         print(as_markdown(names, metrics))

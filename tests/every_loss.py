@@ -219,13 +219,6 @@ def hybrid_loss(matched_weight=None):
                      reads_next=True, matched_weight=matched_weight)
 
 
-def alm_loss(mode):
-    def definition(case, tables, tau):
-        return oracle.alm(case.x, case.y, *case.ids, tau, mode)
-
-    return of_chunks(losses.alm, definition, reads_next=True, mode=mode)
-
-
 def translated_loss(name, **top_k):
     parameters = COEFFICIENTS[name]
 
@@ -244,8 +237,6 @@ def translated_loss(name, **top_k):
                      lambda ids, tables: list_nodes(ids.next_S, *ids, tables.translation))
 
 
-ALM_MODES = (
-    "binary_kl", "binary_kl_reverse", "binary_ce", "temperature_limit", "squared", "absolute")
 CHUNK_LOSSES = {
     "projection_kl": projection_loss(),
     "projection_kl, kept": projection_loss(kept=True),
@@ -260,7 +251,9 @@ CHUNK_LOSSES = {
         reads_next=True),
     "hybrid_uld": hybrid_loss(),
     "hybrid_uld, weight": hybrid_loss(matched_weight=0.8),
-    **{f"alm, {mode}": alm_loss(mode) for mode in ALM_MODES},
+    "alm": of_chunks(
+        losses.alm, lambda case, tables, tau: oracle.alm(case.x, case.y, *case.ids, tau),
+        reads_next=True),
     **{f"translated, {name}": translated_loss(name) for name in COEFFICIENTS},
     "translated, forward_kl, top_k": translated_loss("forward_kl", top_k=2),
     "translated, reverse_kl, top_k of the student": translated_loss(

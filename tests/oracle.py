@@ -504,30 +504,11 @@ def uld(x, y, student_next, teacher_next, student_chunk, teacher_chunk, tau=1.0)
                       weight=0.0, tau=tau)
 
 
-def alm_term(logp, logq, tau, mode):
-    p = (logp / tau - 1e-6).exp()
-    q = (logq / tau - 1e-6).exp()
-    if mode == "binary_kl":
-        return kl([q, 1 - q], [p, 1 - p])
-    if mode == "binary_kl_reverse":
-        return kl([p, 1 - p], [q, 1 - q])
-    if mode == "binary_ce":
-        return -q * p.log() - (1 - q) * (1 - p).log()
-    if mode == "temperature_limit":
-        return (logq - logp) + logq * (logp / logq).log()
-    if mode == "squared":
-        return (logp - logq) ** 2
-    assert mode == "absolute"
-    return abs(logp - logq)
-
-
-def alm(
-    x, y, student_next, teacher_next, student_chunk, teacher_chunk, tau=1.0, mode="binary_kl"
-):
+def alm(x, y, student_next, teacher_next, student_chunk, teacher_chunk, tau=1.0):
     """Return [term] per chunk."""
     terms = []
     for b, student_positions, teacher_positions in chunks(student_chunk, teacher_chunk):
-        logp = chunk_logp(x, student_next, b, student_positions)
-        logq = chunk_logp(y, teacher_next, b, teacher_positions)
-        terms.append(alm_term(logp, logq, tau, mode))
+        p = (chunk_logp(x, student_next, b, student_positions) / tau - 1e-6).exp()
+        q = (chunk_logp(y, teacher_next, b, teacher_positions) / tau - 1e-6).exp()
+        terms.append(kl([q, 1 - q], [p, 1 - p]))
     return terms

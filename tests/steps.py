@@ -260,12 +260,12 @@ def plain_reference(cfg, samples):
 
     logits_of_teachers = []
     for setup, teacher in zip(setups, batch.teachers):
-        logits_of_teachers.append(plain_teacher_logits(setup, teacher.ids, cfg.teacher_weights))
+        logits_of_teachers.append(plain_teacher_logits(setup, teacher.ids))
     weights_MB = torch.ones(len(setups), len(samples))
     if len(setups) > 1 and cfg.teacher_weights != "fixed":
         scores = []
         for teacher, logits in zip(batch.teachers, logits_of_teachers):
-            scores.append(plain_scores(teacher, logits, cfg.teacher_weights))
+            scores.append(plain_scores(teacher, logits))
         weights_MB = plain_weights(cfg, torch.stack(scores))
     for number, setup in enumerate(setups):
         kd = plain_kd(setup, batch.teachers[number], logits_BSV, logits_of_teachers[number],
@@ -276,7 +276,7 @@ def plain_reference(cfg, samples):
     return Reference(loss.item(), gradients)
 
 
-def plain_teacher_logits(setup, ids, teacher_weights):
+def plain_teacher_logits(setup, ids):
     """Return the (B, T, W) logits of a teacher, or of the mean of two that weigh 2 and 1/2."""
     logits = []
     for spec in setup.spec.single():
@@ -286,21 +286,16 @@ def plain_teacher_logits(setup, ids, teacher_weights):
     if len(logits) == 1:
         return logits[0]
     first, second = logits
-    if teacher_weights == "mean_logits":
-        return 0.8 * first + 0.2 * second
     return (0.8 * first.softmax(-1) + 0.2 * second.softmax(-1)).log()
 
 
-def plain_scores(teacher, logits_BTW, teacher_weights):
-    """Return (B,) how sure a teacher is of each sample; cross-entropy counts per byte."""
-    kind = "ce" if teacher_weights == "select" else teacher_weights
+def plain_scores(teacher, logits_BTW):
+    """Return (B,) how sure a teacher is of each sample: minus its nats per byte."""
     mask_BT = teacher.labels >= 0
     score_B = torch.full((len(mask_BT),), -torch.inf)
     for b in mask_BT.any(1).nonzero().flatten().tolist():
         mask_T = mask_BT[b]
-        score_B[b] = token_scores(logits_BTW[b, mask_T], teacher.labels[b, mask_T], kind).mean()
-    if kind != "ce":
-        return score_B
+        score_B[b] = token_scores(logits_BTW[b, mask_T], teacher.labels[b, mask_T]).mean()
     num_bytes_B = teacher.num_bytes.clamp(min=0).sum(1)
     per_byte_B = score_B * mask_BT.sum(1) / num_bytes_B.clamp(min=1)
     return torch.where(mask_BT.any(1), per_byte_B, score_B)
@@ -309,7 +304,7 @@ def plain_scores(teacher, logits_BTW, teacher_weights):
 def plain_weights(cfg, scores_MB):
     if cfg.teacher_weights == "select":
         return (scores_MB == scores_MB.amax(0)).float()
-    return (cfg.teacher_alpha * scores_MB).softmax(0)
+    return scores_MB.softmax(0)
 
 
 def plain_kd(setup, teacher, student_logits_BSV, teacher_logits_BTW, weight_B):

@@ -387,11 +387,17 @@ FLAGS = {
     "quantize=int4 lora_r=2": "--quantize int4: expected one of",
     "quantize=nf4 lora_r=2 writer=vllm": "--quantize nf4 with --writer vllm, which reads whole",
     "lora_r=-1": "--lora_r -1: expected 0 or more",
+    "freeze_until=3": "--freeze_until 3: says how long --train_only holds; add --train_only",
+    "train_only=layers": "--train_only layers: expected one of",
+    "train_only=embeddings lora_r=2": "with --lora_r 2: nothing would train the adapter; add",
+    "train_only=embeddings freeze_until=2 lora_r=2": "nothing would train the adapter",
+    "train_only=embeddings from_scratch": "with --from_scratch, whose frozen weights",
+    "train_only=embeddings pipeline_parallel=2": "with --pipeline_parallel 2, whose stages",
 }
 
 
 @pytest.mark.parametrize("words", FLAGS)
-def test_flags_that_do_not_go_with_an_adapter_are_refused(words):
+def test_flags_that_do_not_go_with_what_is_trained_are_refused(words):
     argv = [f"--{word}" for word in f"student=s teacher=t data=d {words}".split()]
     with pytest.raises(ValueError, match=re.escape(FLAGS[words])):
         parse_flags(Config, argv)

@@ -21,6 +21,7 @@ from isogloss.align import (
     character_starts,
     common_cut,
     coverage,
+    cut_chunks,
     html_page,
     locate,
     main,
@@ -471,6 +472,23 @@ def test_tokens_of_a_chunk_are_neighbors():
     assert alignment.dropped["unencodable"] == 2
     assert common_cut((alignment.student_chunk, alignment.teacher_chunk), (9, 9)) == [4, 2]
     check_turned(alignment, align([0, 1], [0, 2, 1, 3], t, s))
+
+
+@pytest.mark.parametrize("limits, cuts, kept", [
+    ((9, 9), [6, 4], [1, 2, 3]),  # of the first chunk no position predicts the first token
+    ((5, 9), [5, 3], [1, 2]),
+    ((9, 2), [4, 2], [1]),
+    ((1, 9), [1, 4], []),  # no chunk fits on both sides
+])
+def test_a_text_is_cut_behind_a_chunk_and_keeps_whole_ones(limits, cuts, kept):
+    s = table_of([b"a", b"b", b"c", b"d", b"e", b"f"])
+    t = table_of([b"abc", b"d", b"e", b"f"])
+    alignment = align(list(range(6)), list(range(4)), s, t)
+    assert alignment.student_chunk.tolist() == [0, 0, 0, 1, 2, 3]
+    found, chunks = cut_chunks(alignment, limits)
+    assert found == cuts
+    for chunk, size in zip(chunks, cuts):
+        assert sorted(set(chunk[:size].tolist()) - {-1}) == kept
 
 
 def test_a_character_begins_where_its_bytes_do():

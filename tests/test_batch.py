@@ -16,7 +16,7 @@ from isogloss.job.counts import Counts, PairCounts
 from isogloss.job.sequence_group import document_spans
 from isogloss.losses import find_chunks
 from isogloss.objective.objective import weigh_samples
-from isogloss.targets import SCORE_KINDS, sample_scores, weigh_by_confidence
+from isogloss.targets import sample_scores, weigh_by_confidence
 from isogloss.tiles import StoredLogits
 from isogloss.translation import translated
 from test_chat import CHAT, collator, with_templates
@@ -169,10 +169,10 @@ def test_a_sample_is_weighed_among_the_teachers_that_read_it(encoders, texts, ki
     targets = []
     for teacher in batch.teachers:
         logits = torch.randn(teacher.labels.numel(), len(encoders[1].table), generator=generator)
-        scores = sample_scores(StoredLogits(logits), teacher, SCORE_KINDS[kind])
+        scores = sample_scores(StoredLogits(logits), teacher)
         assert (scores > -torch.inf).nonzero().flatten().tolist() == samples_of(teacher)
         targets.append(SimpleNamespace(confidence=scores))
-    cfg = SimpleNamespace(teacher_weights=kind, teacher_alpha=0.7)
+    cfg = SimpleNamespace(teacher_weights=kind)
     twice = [weigh_samples(teacher, torch.full((5,), 3.0)) for teacher in batch.teachers]
     weights = []  # of each teacher, by sample
     for teacher in weigh_by_confidence(cfg, twice, targets):

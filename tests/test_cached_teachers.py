@@ -324,8 +324,7 @@ DAMAGES = [
 MANIFESTS = [
     ({"files": {}}, {}, "is not complete"),
     ({"max_length": 100}, {"teacher_max_length": 200}, "holds 100 positions of a text"),
-    ({"dtype": cache_files.SERVED}, {"teacher_weights": "entropy"}, "does not say its entropy"),
-    ({"format": 1, "sampled": None, "seed": None}, {}, "nothing is wrong"),
+    ({"format": 1}, {}, "is damaged, or of another version"),
 ]
 
 

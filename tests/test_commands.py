@@ -24,9 +24,9 @@ import torch.distributed as dist
 import yaml
 
 import ranks
-from conftest import ROOT, asset
+from conftest import ROOT
 from documented import COMMANDS, PAGES, PROGRAM
-from hub_copies import copy_gsm8k, copy_lambada, copy_mmlu, needs_lm_eval
+from hub_copies import copy_gsm8k, copy_humaneval, copy_lambada, copy_mmlu, needs_lm_eval
 from isogloss import distill
 from isogloss.config import Config
 from isogloss.flags.parse import parse_flags
@@ -335,7 +335,6 @@ def test_commands_of_tasks_run_as_they_stand(tiny, tmp_path):
     copy_lambada(tiny / "eval", 12)  # of which some are examples
     copy_gsm8k(tiny / "eval", 2)
     copy_mmlu(tiny / "eval", 2)
-    name = "HumanEvalPlus-Mini.jsonl.gz"
-    (tiny / "eval" / name).symlink_to(asset("eval", name))
+    copy_humaneval(tiny / "eval", [])
     chosen = [command for command in COMMANDS if has_tasks(command) and not reason_of(command)]
     run_and_check(chosen, tiny, tmp_path)

@@ -216,7 +216,7 @@ def test_wrong_input_is_one_line(pair, kd):
     tokenizers = pair.tokenizers
     for arguments, settings, message in (
         (("peace_kl",), {}, "no such loss; choose one of piece_kl, "),
-        (("alm",), {"beta": 1}, "alm has no such parameter; it has mode, temperature"),
+        (("alm",), {"beta": 1}, "alm has no such parameter; it has temperature"),
         (("uld",), {"matched_weight": 0.5}, "uld has no such parameter; it has temperature"),
         (("gold",), {}, "projection_tools.build"),
         (("piece_kl", {"cell_V": torch.zeros(3)}), {}, "no cell_W in them"),
@@ -246,7 +246,6 @@ VALUES = {
     "uncommon_topk": ("gold", "uncommon_topk", [1, 2**20], [0, -1, 0.5]),
     "support": ("reverse_kl", "loss_topk_of", ["teacher", "student"], ["both", None]),
     "chunk_average": ("gold", "chunk_average", ["p", "logp"], ["log", 1]),
-    "mode": ("alm", "alm_mode", ["binary_kl", "absolute"], ["l2"]),
     "reverse": ("gold", "reverse_kl", [False, True], ["yes", 1.5]),
 }
 

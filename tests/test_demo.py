@@ -15,7 +15,7 @@ import sentencepiece
 import ranks
 from conftest import ROOT
 from isogloss import demo, demo_report
-from isogloss.demo_report import EQUAL_TOKENIZERS, NO_TEACHER, SAME_TIME, Run
+from isogloss.demo_report import EQUAL_TOKENIZERS, NO_TEACHER, Run
 from jobs import run_distill
 
 
@@ -83,7 +83,7 @@ def run_of(arm, seed, bits, step_seconds=(0.5,), teacher=2.0):
     for number, value in enumerate(bits):
         step = number * len(step_seconds) // max(1, len(bits) - 1)
         line = {"step": step, "eval/student_bits_per_byte": value}
-        if arm not in (NO_TEACHER, SAME_TIME):
+        if arm != NO_TEACHER:
             line["eval/teacher_bits_per_byte"] = teacher
         evaluations.append(line)
     return Run(arm, seed, list(step_seconds), evaluations)
@@ -98,18 +98,10 @@ def cells_of(table):
     return rows
 
 
-def test_equal_time_is_measured_in_training_steps_alone():
-    """Steps without a teacher: those of the other arm, times the ratio of the medians."""
+def test_the_time_of_a_run_is_that_of_its_median_step():
     slow_start = [30.0] + [0.25] * 9  # it loads compiled code
-    text = run_of(NO_TEACHER, 0, [4, 3], slow_start)
-    distilled = run_of("piece_kl", 0, [4, 3], [60.0] + [0.75] * 11)
-    other = run_of("gold", 0, [4, 3], [9.0] * 10)
-    assert text.seconds == 2.5 and distilled.seconds == 9.0
-    assert demo_report.equal_time_steps([text, other, distilled], "piece_kl") == 36
-    # over seeds: the mean time of the arm over the mean time of a step
-    runs = [text, distilled, run_of(NO_TEACHER, 1, [4, 3], [0.75] * 10),
-            run_of("piece_kl", 1, [4, 3], [0.5] * 12)]
-    assert demo_report.equal_time_steps(runs, "piece_kl") == 15
+    assert run_of(NO_TEACHER, 0, [4, 3], slow_start).seconds == 2.5
+    assert run_of("piece_kl", 0, [4, 3], [60.0] + [0.75] * 11).seconds == 9.0
 
 
 def test_a_run_is_read_without_its_evaluations_in_its_time(tmp_path):
@@ -126,7 +118,6 @@ def test_a_run_is_read_without_its_evaluations_in_its_time(tmp_path):
 
 def test_the_table_compares_each_seed_with_its_own_baseline():
     runs = [run_of(NO_TEACHER, 0, [4, 2.7]), run_of(NO_TEACHER, 1, [4, 2.5]),
-            run_of(SAME_TIME, 0, [4, 2.6], [0.5] * 3), run_of(SAME_TIME, 1, [4, 2.6], [0.5] * 3),
             run_of("gold", 0, [4, 2.6], [2.0]), run_of("gold", 1, [4, 2.4], [4.0]),
             run_of(EQUAL_TOKENIZERS, 0, [4, 2.3], teacher=1.9),
             run_of(EQUAL_TOKENIZERS, 1, [4, 2.3], teacher=1.9)]
@@ -137,18 +128,13 @@ def test_the_table_compares_each_seed_with_its_own_baseline():
     # the sample deviation of 2.7 and 2.5 is 0.2 / sqrt(2)
     assert rows[NO_TEACHER] == ["1", "0", "2.600 ± 0.141", "", ""]
     assert rows["gold"] == ["1", "3", "2.500 ± 0.141", "+0.100 ± 0.000", "2 of 2"]
-    assert rows[SAME_TIME] == ["3", "2", "2.600 ± 0.000", "+0.000 ± 0.141", "1 of 2"]
-    assert "gold against 3 steps of text alone" in demo_report.equal_time(runs, "gold")
-    assert "+0.100 ± 0.141 bits per byte, better for 1 of 2" in demo_report.equal_time(runs, "gold")
-    # the lowest are 2.6 and 2.5
-    assert "+0.050 ± 0.071 against the lowest" in demo_report.equal_time(runs, "gold")
     alone = cells_of(demo_report.table([run for run in runs if run.seed == 0]))
     assert alone["gold"] == ["1", "2", "2.600", "+0.100", "1 of 1"]
 
 
 def test_a_student_that_diverged_is_printed_and_drawn(tmp_path):
     runs = [run_of(arm, 0, [3.0, 2.5, math.nan]) for arm in demo.ARMS]
-    assert cells_of(demo_report.table(runs))["gold"][2:] == ["nan", "+nan", "0 of 1"]
+    assert cells_of(demo_report.table(runs))["alm"][2:] == ["nan", "+nan", "0 of 1"]
     demo_report.plot(runs, tmp_path / "curves.png")
     assert (tmp_path / "curves.png").stat().st_size > 10_000
 
@@ -173,17 +159,15 @@ def shorten(monkeypatch, folder):
                  num_key_value_heads=2, max_position_embeddings=512)
     recipe = dict(stories=200, held_out_rows=8, student_rows=40, teacher_steps=2, teacher=shape,
                   student=shape, teacher_vocab=600, student_vocab=400)
-    # text alone, equal time, one with other tokenizers, one with equal ones
-    arms = {arm: demo.ARMS[arm] for arm in (NO_TEACHER, SAME_TIME, "piece_kl", EQUAL_TOKENIZERS)}
+    # text alone, one with other tokenizers, one with equal ones
+    arms = {arm: demo.ARMS[arm] for arm in (NO_TEACHER, "piece_kl", EQUAL_TOKENIZERS)}
     monkeypatch.chdir(ROOT)
     small = {"launch": launch, "side_by_side": one_by_one,
              "CACHE": folder / "cache", "RUNS": folder / "runs", "ARMS": arms,
              "DISTILL": demo.DISTILL | {"steps": 4, "eval_rows": 8}, "NUM_EVALUATIONS": 2,
-             "RECIPE": demo.RECIPE | recipe,
-             "ON_POLICY": demo.ON_POLICY | {"steps": 2, "rollout_tokens": 8, "rollout_eval": 8}}
+             "RECIPE": demo.RECIPE | recipe}
     for name, value in small.items():
         monkeypatch.setattr(demo, name, value)
-    monkeypatch.setattr(demo_report, "equal_time_steps", lambda runs, arm: 5)
     return arms
 
 
@@ -200,16 +184,11 @@ def test_the_demo_runs_up_to_its_last_line(tmp_path, monkeypatch, capsys):
     assert "\nbytes 100.0%, " in printed
     folder = demo.RUNS / demo.recipe_folder().name
     rows = cells_of(printed)
-    assert [rows[arm][0] for arm in arms] == ["4", "5", "4", "4"]
+    assert [rows[arm][0] for arm in arms] == ["4"] * 3
     for name in ("teacher", "its teacher", *arms):
         assert re.fullmatch(r"\d\.\d{3}", rows[name][2]), name
     assert rows[NO_TEACHER][3:] == ["", ""]
     assert re.fullmatch(r"[+-]\d\.\d{3}", rows[EQUAL_TOKENIZERS][3])
-    # text alone for as long: with a schedule and evaluations that fit its own steps
-    metrics = demo_report.read_json_lines(folder / "no_teacher_same_time_0" / "metrics.jsonl")
-    rates = [line["lr"] for line in metrics if "lr" in line]
-    assert len(rates) == 5 and rates[-1] < max(rates)  # else it would be in the warm-up still
-    assert [line["step"] for line in metrics if demo_report.BITS in line] == [0, 3, 5]
     # the equal tokenizer is equal: a chunk has as many tokens on both sides, and nothing is lost
     metrics = demo_report.read_json_lines(folder / "equal_tokenizers_0" / "metrics.jsonl")
     steps = [line for line in metrics if "chunks_1_1" in line]
@@ -218,14 +197,13 @@ def test_the_demo_runs_up_to_its_last_line(tmp_path, monkeypatch, capsys):
         assert line["chunks_1_n"] == line["chunks_n_1"] == 0 and line["aligned_bytes"] == 1
     assert json.loads((folder / "piece_kl_0.ds_config.json").read_text())["train_batch_size"] == 8
 
-    assert re.search(r"\| after +\| \d\.\d{3} +\| \d\.\d{3} ", printed)
-    for name in (NO_TEACHER, "piece_kl", demo.WROTE):
+    for name in demo.WRITERS:
         for prompt in demo.PROMPTS:
-            assert f"\n{name:{len(demo.WROTE)}}  {prompt}" in printed
+            assert f"\n{name:{len(NO_TEACHER)}}  {prompt}" in printed
     assert (folder / "curves.png").stat().st_size > 10_000
     # the printed code runs, and what it writes was printed
     code = re.search(r"^from transformers.*?^text = .*?$", printed, re.M | re.S)[0]
-    assert f'from_pretrained("{demo.exported(folder, demo.WROTE, 0)}")' in code
+    assert f'from_pretrained("{demo.exported(folder, "piece_kl", 0)}")' in code
     assert demo_report.one_line(demo_report.written_by(code)) in printed
 
 
@@ -248,5 +226,5 @@ def test_a_job_that_fails_ends_the_demo_with_the_end_of_its_log(tmp_path, monkey
     monkeypatch.setattr(demo, "launch", launch)
     monkeypatch.setattr(demo, "RUNS", tmp_path / "runs")
     with pytest.raises(SystemExit, match=r"(?s)line 15.*line 29.*--kd_weight=0") as end:
-        demo.train_arms(tmp_path / "cache", [0], demo.Layout(1, 2, 2))
+        demo.train_arms(tmp_path / "cache", [0], demo.Layout(1, 2))
     assert "line 14" not in str(end.value)

@@ -41,7 +41,7 @@ def simplest(models, texts, tmp_path_factory):
     folder = tmp_path_factory.mktemp("simplest")
     cached_translation(Pair.load(*map(str, models)))  # from here on it is on disk
     flags = short_run(models, texts, folder, "--steps=2", "--eval_rows=4",
-                      f"--export={folder / 'student'}")
+                      f"--output_dir={folder / 'run'}", f"--export={folder / 'student'}")
     done = subprocess.run([sys.executable, "-c", PROGRAM, *flags], cwd=ROOT, text=True,
                           capture_output=True)
     assert done.returncode == 0, done.stderr

@@ -31,8 +31,8 @@ CHOICES = None, "auto", 1, 2, 3, 4, 8, 12
 
 
 def flags(**changes):
-    values = dict(ds_config="ds.json", learning_rate=1e-3, log_comms=False, sequence_parallel=1,
-                  steps=100)
+    values = dict(ds_config="ds.json", learning_rate=1e-3, log_comms=False, wandb_project="",
+                  sequence_parallel=1, steps=100)
     values |= changes
     return SimpleNamespace(**values, ranks_per_reader=values["sequence_parallel"])
 
@@ -355,6 +355,8 @@ def test_the_flag_turns_the_collectives_log_on_and_keeps_its_settings():
     before = json.dumps(config)
     assert resolve(config)["comms_logger"]["enabled"] is False
     assert resolve(config, log_comms=True)["comms_logger"] == {"enabled": True, "verbose": True}
+    of_team = resolve(config | {"wandb": {"team": "t"}}, wandb_project="p")
+    assert of_team["wandb"] == {"enabled": True, "project": "p", "team": "t"}
     assert json.dumps(config) == before
 
 

@@ -171,30 +171,27 @@ def test_top_k_outputs_say_of_the_text_what_whole_ones_do(models, untied, texts,
         assert first["step"] == 0
         return {key.removeprefix("eval/"): value for key, value in first.items()}
 
-    kinds = "ce", "entropy", "max_prob"
-    pairs = [(kind, output) for kind in (*kinds, "mean_p", "mean_logits")
-             for output in ("hidden", "topk")]
+    pairs = [(kind, output) for kind in ("ce", "mean_p") for output in ("hidden", "topk")]
     on_ranks = ranks.run(2, recorded_runs, [argv("-".join(pair), *pair, tp=2) for pair in pairs])
     for codes, confidences in on_ranks:
         assert codes == [0] * len(pairs)
-        assert len(confidences) == 2 * len(kinds)
+        assert len(confidences) == 2
         for whole, top_k in zip(confidences[::2], confidences[1::2], strict=True):
             torch.testing.assert_close(whole, top_k, rtol=1e-5, atol=1e-6)
     for weights, _ in pairs[::2]:
         check_same_text_metrics(before_training(f"{weights}-hidden"),
                                 before_training(f"{weights}-topk"))
     # two clients of the teachers, then one of two ranks
-    for weights, shards in (("max_prob", 1), ("mean_logits", 2)):
+    for weights, shards in (("ce", 1), ("mean_p", 2)):
         flags = "--teacher_ranks=1", f"--sequence_parallel={shards}"
         remote = argv(f"remote{shards}", weights, "topk", *flags)
         of_student = ranks.run(3, recorded_runs, [remote])[:2]
         assert [codes for codes, _ in of_student] == [[0], [0]]
         check_same_text_metrics(before_training(f"{weights}-hidden"),
                                 before_training(f"remote{shards}"))
-        if weights == "max_prob":
+        if weights == "ce":
             for (_, local), (_, remote) in zip(on_ranks, of_student, strict=False):
-                torch.testing.assert_close(local[2 * kinds.index("max_prob")], remote[0],
-                                           rtol=1e-5, atol=1e-6)
+                torch.testing.assert_close(local[0], remote[0], rtol=1e-5, atol=1e-6)
 
 
 def test_tokens_agree_if_they_have_the_same_bytes():

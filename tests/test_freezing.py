@@ -2,7 +2,6 @@
 """
 
 import functools
-import re
 from pathlib import Path
 
 import pytest
@@ -13,7 +12,6 @@ from transformers import AutoModelForCausalLM
 import ranks
 from isogloss import command
 from isogloss.config import Config
-from isogloss.flags.parse import parse_flags
 from isogloss.models.adapters import student_adapter
 from isogloss.models.pretrained import check_weights
 from jobs import ds_config, losses_of, run_and_listen, run_distill, write_corpus
@@ -241,23 +239,6 @@ def test_what_is_exported_is_read_again_and_checkpoints_are_whole(students, text
     for name in ("adapter", "ends", "ends on"):
         written = tool_export(tmp_path / name, tmp_path / name / "again")
         assert_equal(tensors_of(written), tensors_of(tmp_path / name / "export"))
-
-
-FLAGS = {
-    "freeze_until=3": "--freeze_until 3: says how long --train_only holds; add --train_only",
-    "train_only=layers": "--train_only layers: expected one of",
-    "train_only=embeddings lora_r=2": "with --lora_r 2: nothing would train the adapter; add",
-    "train_only=embeddings freeze_until=2 lora_r=2": "nothing would train the adapter",
-    "train_only=embeddings from_scratch": "with --from_scratch, whose frozen weights",
-    "train_only=embeddings pipeline_parallel=2": "with --pipeline_parallel 2, whose stages",
-}
-
-
-@pytest.mark.parametrize("words", FLAGS)
-def test_flags_that_do_not_go_together_are_refused(words):
-    argv = [f"--{word}" for word in f"student=s teacher=t data=d {words}".split()]
-    with pytest.raises(ValueError, match=re.escape(FLAGS[words])):
-        parse_flags(Config, argv)
 
 
 def test_a_head_is_not_trained_twice(untied):

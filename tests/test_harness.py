@@ -8,7 +8,6 @@ import json
 import logging
 
 import pytest
-import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from conftest import asset
@@ -104,7 +103,7 @@ def test_values_are_those_of_the_harness_own_model_class(folder, model):
     student, tokenizer = model
     suite = load_suite([f"lm_eval:{name}" for name in names], TaskOptions(data=str(folder)),
                        TaskEncoder(tokenizer, student.config))
-    metrics, records = suite.run(student, torch.as_tensor)
+    metrics, records = suite.run(student)
 
     loaded = TaskManager(include_path=str(folder), include_defaults=False).load(names)
     expected = evaluate(HFLM(pretrained=student.eval(), tokenizer=tokenizer, batch_size=2), loaded,
@@ -138,7 +137,7 @@ def test_named_tasks_are_the_harness_own_item_by_item(model, tmp_path):
     for name, shots in (("lambada", -1), ("gsm8k", 2), ("mmlu", -1), ("mmlu_continuation", 1)):
         options = TaskOptions(data=str(tmp_path), shots=shots, batch_size=5)
         suite = load_suite([name], options, TaskEncoder(tokenizer, student.config))
-        metrics, records = suite.run(student, torch.as_tensor)
+        metrics, records = suite.run(student)
         [task] = suite.tasks
         of_harness = NAMES[name][0]
         expected = simple_evaluate(

@@ -15,7 +15,6 @@ from safetensors.torch import load_file, save, save_file
 from conftest import ROOT
 from isogloss.checkpoints import model_card
 from isogloss.data import chat, texts as long_texts, workers
-from isogloss.evaluation import code_tasks
 from isogloss.inputs import load_text_encoder
 from isogloss.job import trial
 from isogloss.job.files import size_and_checksum
@@ -349,7 +348,6 @@ LIST = {
     "a projection": [],
     "tables in `ISOGLOSS_CACHE`": [],
     "a checkpoint": [],
-    "EvalPlus' files": [code_tasks.MOST_ROW, code_tasks.MOST_FILE],
     "a server's answer": [text_server.MOST_BYTES, text_server.BYTES_PER_ENTRY],
     "a program that a student writes": [],
 }

@@ -25,7 +25,7 @@ STANDALONE = {  # file: which of our files it takes where it finds them beside i
 ROOMS = ["STANDALONE", ".errors", ".doors", "flags", "projection_tools", ".curves", "job", "data",
          "models", "teachers", "objective", ".loss_table", ".config", ".targets", "student",
          "checkpoints", "evaluation", "writing", ".command", ".log", ".demo_report", ".plan",
-         ".plot", ".tasks", ".export", ".transfer", ".vllm_writer", ".inputs", "integrations",
+         ".tasks", ".export", ".transfer", ".vllm_writer", ".inputs", "integrations",
          "report", ".cache", ".build", ".once_in_a_while", "PROGRAMS"]
 PROGRAMS = "distill", "demo"
 MOST_MODULES = 16  # of a folder: more are a list, no map

@@ -48,20 +48,15 @@ def repository(folder):
     code.write_text("x = 'hunterdifference'\n")
 
 
-MONITORS = {
-    "ours": (["--wandb_project=p"], {"tensorboard": {"enabled": True, "output_path": "board"}}),
-    "DeepSpeed's": ([], {"wandb": {"enabled": True, "project": "p"},
-                         "csv_monitor": {"enabled": True, "output_path": "csv"}}),
-}
+MONITORS = {"tensorboard": {"enabled": True, "output_path": "board"},
+            "csv_monitor": {"enabled": True, "output_path": "csv"}}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", MONITORS)
-def test_no_secret_reaches_a_monitor(models, address, tmp_path, name):
+def test_no_secret_reaches_a_monitor(models, address, tmp_path):
     """In fresh processes, byte by byte in all files that are written, and in what is printed."""
     repository(tmp_path / "work")
-    flags, monitors = MONITORS[name]
-    config = ds_config(tmp_path / "ds.json", 2, 2, 1, **monitors)
+    config = ds_config(tmp_path / "ds.json", 2, 2, 1, **MONITORS)
     writer = f"{sys.executable} {ROOT / 'tests' / 'stand_in_writer.py'} --api-key=hunterkey"
     environment = {key: value for key, value in os.environ.items() if key in KEPT}
     environment |= {"MY_PASSWORD": "hunterenvironment", "WANDB_API_KEY": "hunter".ljust(40, "0"),
@@ -70,7 +65,7 @@ def test_no_secret_reaches_a_monitor(models, address, tmp_path, name):
         [sys.executable, ROOT / "distill.py", f"--student={models[0]}", f"--teacher={models[1]}",
          f"--data={address}", f"--ds_config={config}", "--max_length=60", "--steps=3",
          "--on_policy=0.5", "--rollout_tokens=4", f"--rollout_command={writer} --token hunterword",
-         "--num_workers=0", "--output_dir=run", *flags],
+         "--num_workers=0", "--output_dir=run", "--wandb_project=p"],
         cwd=tmp_path / "work", env=environment, capture_output=True)
     assert done.returncode == 0, done.stderr.decode()
     printed = done.stdout + done.stderr

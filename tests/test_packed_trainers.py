@@ -1,13 +1,10 @@
-"""integrations/packed.py: called as verl and slime call a loss, it is that of `CrossTokenizerKD`.
+"""integrations/packed.py: called as verl calls a loss, it is that of `CrossTokenizerKD`.
 
-Neither is installed here: what their sources say of a loss stands below, with the commit.
+It is not installed here: what its source says of a loss stands below, with the commit.
 """
 
-import inspect
-import json
 import re
 import sys
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -17,11 +14,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from conftest import ROOT
 from isogloss.cross_tokenizer import CrossTokenizerKD
 from isogloss.integrations import Distillation
-from isogloss.integrations.packed import distilled_in_verl, slime_loss, unpacked
+from isogloss.integrations.packed import distilled_in_verl
 
-# github.com/THUDM/slime 624b824a, slime/backends/megatron_utils/loss.py and data.py: called with
-# these by position; logits are (1, T, V) of all samples one after the other, and padding.
-SLIME_PARAMETERS = ["args", "batch", "logits", "sum_of_sample_mean"]
 # github.com/verl-project/verl 1dda039b, verl/workers/engine/fsdp/transformer_impl.py: called with
 # these by name; `data` holds jagged tensors, lists, and numbers of the whole batch.
 VERL_CALLS = [["student_logits", "data"], ["model_output", "data", "dp_group"]]
@@ -70,136 +64,13 @@ def check(loss, logits, expected, factor=1.0):
     assert not gradient[0, size:].any()
 
 
-# --- slime ----------------------------------------------------------------------------------------
-
-
-def slime_batch(ids, num_prompt, logp=None):
-    """Return a micro-batch as slime's get_batch makes it; `num_prompt` are tokens of prompts."""
-    lengths = [len(sample) - size for sample, size in zip(ids, num_prompt)]
-    return {"unconcat_tokens": ids, "total_lengths": list(map(len, ids)),
-            "response_lengths": lengths, "loss_masks": [torch.ones(length) for length in lengths],
-            "rollout_log_probs": logp}
+# --- verl -----------------------------------------------------------------------------------------
 
 
 def padded(packed, size=16):
     """Return (1, T, V) logits with padding behind the samples, of which no loss knows anything."""
     behind = torch.full((size, packed.shape[1]), torch.nan)
     return torch.cat([packed, behind])[None].requires_grad_()
-
-
-PER_TOKEN = SimpleNamespace(calculate_per_token_loss=True)
-
-
-@pytest.mark.parametrize("loss", ["piece_kl", "alm"])
-def test_slime_has_the_loss_of_texts(tools, texts, loss):
-    """The gradient behind a prompt is that of `CrossTokenizerKD`; it has none in the prompt."""
-    rows = [{"prompt": text[:20] + ":", "completion": text[20:70]} for text in texts[:3]]
-    expected = expected_of(tools, ["".join(row.values()) for row in rows], loss)
-    distillation = distillation_of(tools, loss=loss, ce_weight=0.0)
-    num_prompt = []
-    for row, gradient in zip(rows, expected.gradient.split(list(map(len, expected.ids)))):
-        ids, = distillation.student.encode([row["prompt"]])
-        num_prompt.append(len(ids) - 1)  # without eos
-        gradient[: len(ids) - 2] = 0  # the last token of the prompt predicts the first one behind
-    function = slime_loss(distillation, rows)
-    assert list(inspect.signature(function).parameters) == SLIME_PARAMETERS
-    logits = padded(expected.packed)
-    batch = slime_batch(expected.ids, num_prompt)
-    total, metrics = function(PER_TOKEN, batch, logits, None)
-    made = distillation.collate(rows)
-    in_rows = unpacked(logits[0], expected.ids, made, len(distillation.student.table))
-    expected.total = distillation.loss(in_rows, made, (1, 1))[0].detach()
-    check(total, logits, expected)
-    assert float(metrics["kd"]) == pytest.approx(float(total.detach()))
-    # a sample of which slime learns nothing takes no part
-    batch["loss_masks"][1][:] = 0
-    without, _ = function(PER_TOKEN, batch, logits, None)
-    parts = expected.packed.split(list(map(len, expected.ids)))
-    others = slime_batch(expected.ids[::2], num_prompt[::2])
-    alone, _ = function(PER_TOKEN, others, torch.cat([parts[0], parts[2]])[None], None)
-    assert float(without.detach()) == pytest.approx(float(alone.detach()), rel=1e-6)
-    assert float(without.detach()) < float(total.detach())
-
-
-@pytest.mark.parametrize("on_policy", [False, True])
-def test_slime_has_the_loss_of_chats(chat_models, texts, on_policy):
-    """As of rows with the same prompts and completions, each side by its own template."""
-    tokenizers = [AutoTokenizer.from_pretrained(folder) for folder in chat_models]
-    for tokenizer, mark in zip(tokenizers, ("\n", " ")):
-        tokenizer.chat_template = (
-            "{% for message in messages %}{{ message.role + ':" + mark + "' + message.content + "
-            "'\n' }}{% endfor %}{% if add_generation_prompt %}assistant:" + mark + "{% endif %}")
-    tokenizer = tokenizers[0]
-    teacher = AutoModelForCausalLM.from_pretrained(chat_models[1])
-    distillation = Distillation(tokenizer, teacher, tokenizers[1])
-    rows = []
-    for text in texts[:3]:
-        rows.append({"prompt": [{"role": "user", "content": text[:20]}],
-                     "completion": [{"role": "assistant", "content": text[20:70]}]})
-    made = distillation.collate(rows)["batch"].student
-    ids = []
-    num_prompt = []
-    for row, labels in zip(made.ids, made.labels):
-        learned = (labels >= 0).nonzero()[:, 0]
-        num_prompt.append(int(learned[0]) + 1)
-        ids.append(torch.cat([row[: int(learned[-1]) + 1], labels[learned[-1:]]]))
-    logits = torch.randn(1, sum(map(len, ids)), len(tokenizer))
-    logp = [torch.full((len(row),), -1.0) for row in ids] if on_policy else None
-    _, metrics = slime_loss(distillation, rows)(
-        PER_TOKEN, slime_batch(ids, num_prompt, logp), logits, None)
-    width = made.ids.shape[1]
-    wide = torch.stack([torch.nn.functional.pad(part, (0, 0, 0, width - len(part)))
-                        for part in logits[0].split(list(map(len, ids)))])
-    _, (ce, kd) = distillation.loss(wide, distillation.collate(rows))
-    assert float(kd) > 0
-    assert float(metrics["kd"]) == pytest.approx(float(kd), rel=1e-5)
-    assert float(metrics["ce"]) == pytest.approx(0.0 if on_policy else float(ce), rel=1e-5)
-
-
-def test_the_module_of_the_page_is_one_of_slime(chat_models, texts, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    prompts = [{"prompt": [{"role": "user", "content": text[:20]}]} for text in texts[:2]]
-    Path("prompts.jsonl").write_text("\n".join(map(json.dumps, prompts)))
-    page = (ROOT / "docs" / "trainers.md").read_text()
-    code = re.search(r"^## slime\n.*?^```python\n(.*?)^```", page, re.M | re.S)[1]
-    for name, path in zip(("HuggingFaceTB/SmolLM2-135M-Instruct", "Qwen/Qwen3-8B"), chat_models):
-        code = code.replace(name, path)
-    module = {}
-    exec(compile(code, "distilling.py", "exec"), module)
-    student = module["student"]
-    written = student.encode("The answer.", add_special_tokens=False)
-    ids = []
-    for row in prompts:
-        text = student.apply_chat_template(row["prompt"], tokenize=False,
-                                           add_generation_prompt=True)
-        ids.append(torch.tensor(student.encode(text, add_special_tokens=False) + written))
-    batch = slime_batch(ids, [len(row) - len(written) for row in ids])
-    logits = torch.randn(1, sum(map(len, ids)), len(student), requires_grad=True)
-    total, metrics = module["loss"](PER_TOKEN, batch, logits, None)
-    total.backward()
-    assert logits.grad.abs().sum() > 0
-    assert metrics["ce"] > 0 and metrics["kd"] > 0
-
-
-def test_slime_is_told_what_it_lacks(tools, expected):
-    loss = slime_loss(distillation_of(tools), [{"prompt": ""}])  # bos alone
-    logits = padded(expected.packed)
-    for change, words in [
-        (dict(args=SimpleNamespace(calculate_per_token_loss=False)), "--calculate-per-token-loss"),
-        (dict(logits=logits[..., :9]), "expected .* or more; shards"),
-        (dict(logits=logits[:, :9]), "expected .* or more; shards"),
-        (dict(batch=slime_batch(expected.ids, [2, 1, 1])), "no such prompt"),
-    ]:
-        call = dict(args=PER_TOKEN, batch=slime_batch(expected.ids, [1, 1, 1]), logits=logits)
-        with pytest.raises(ValueError, match=words):
-            loss(**call | change, sum_of_sample_mean=None)
-    batch = slime_batch(expected.ids, [1, 1, 1])
-    batch["loss_masks"][0][3] = 0
-    with pytest.raises(ValueError, match="several turns"):
-        loss(PER_TOKEN, batch, logits, None)
-
-
-# --- verl -----------------------------------------------------------------------------------------
 
 
 class Stack(list):

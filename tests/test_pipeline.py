@@ -99,7 +99,7 @@ class StepResult(NamedTuple):
 def steps_of(students, models, untied):
     """Return {name: Layout}: one pipeline and two, teachers and batches of all kinds."""
     two = json.dumps(several_teachers(models, untied, sharded=False)[:2])
-    several = {"teacher": "", "teachers": two, "teacher_weights": "ce", "teacher_alpha": 0.7}
+    several = {"teacher": "", "teachers": two, "teacher_weights": "ce"}
     return {
         "four stages": step_of(4, 1, 8),
         "cut texts": step_of(2, 1, 4, **cut_flags(models)),

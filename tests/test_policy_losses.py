@@ -36,10 +36,9 @@ def test_stale_samples_have_the_expectation_of_fresh_ones():
     now_BS, old_BS = [logp.sum(1, keepdim=True).exp().expand(logp.shape)
                       for logp in (logp_BS, old_logp_BS)]
     fresh = expectation(now_BS)
-    for kind in ("clamp", "mask"):
-        ratio_BS = policy_losses.prefix_ratio(
-            logp_BS, old_logp_BS, torch.ones_like(next_BS).bool(), math.inf, kind)
-        torch.testing.assert_close(expectation(old_BS * ratio_BS), fresh, rtol=0, atol=1e-9)
+    ratio_BS = policy_losses.prefix_ratio(
+        logp_BS, old_logp_BS, torch.ones_like(next_BS).bool(), math.inf)
+    torch.testing.assert_close(expectation(old_BS * ratio_BS), fresh, rtol=0, atol=1e-9)
     uncorrected, _ = expectation(old_BS)
     assert abs(uncorrected - fresh[0]) > 1e-3
     # the ratio of the token at hand has the expectation 1: it corrects nothing
@@ -79,16 +78,12 @@ def test_the_prefix_ratio_is_limited_and_has_no_gradient():
     down = [1, 1 / 1.5, 1 / 1.5**2, 1 / 1.5**3]
     assert not clamped.requires_grad
     assert torch.allclose(clamped, torch.tensor([up, down], dtype=F64))
-    masked = policy_losses.prefix_ratio(logp, old_logp, mask, 2.0, "mask")
-    assert torch.allclose(masked, torch.tensor([[1, 1.5, 0, 0], [1, 1 / 1.5, 0, 0]], dtype=F64))
     # a product of e^5000 is clamped, not inf; NaN stays to be seen
     assert policy_losses.prefix_ratio(logp + 5000, old_logp, mask, 2.0).max() == 2
     logp = logp.detach().clone()
     logp[0, 1] = torch.nan
-    for kind in ("clamp", "mask"):
-        assert policy_losses.prefix_ratio(logp, old_logp, mask, 2.0, kind)[0, 2:].isnan().all()
-    for options, message in (({"kind": "bucket"}, "'bucket': expected one of clamp, mask"),
-                             ({"max_ratio": 0.5}, "max_ratio=0.5: expected 1 or more"),
+    assert policy_losses.prefix_ratio(logp, old_logp, mask, 2.0)[0, 2:].isnan().all()
+    for options, message in (({"max_ratio": 0.5}, "max_ratio=0.5: expected 1 or more"),
                              ({"max_ratio": math.nan}, "max_ratio=nan: expected 1 or more")):
         with pytest.raises(ValueError, match=message):
             policy_losses.prefix_ratio(logp, old_logp, mask, **options)

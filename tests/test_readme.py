@@ -13,12 +13,13 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from conftest import ROOT, asset
 from documented import COMMANDS
-from isogloss import command, plot
+from isogloss import command
 from isogloss.align import TokenTable
 from isogloss.config import Config
 from isogloss.data.batch import Collator, PairOptions
 from isogloss.data.sample import TextEncoder
 from isogloss.projection_tools import build, cells, generate, multitoken, pairs, show
+from isogloss.report import __main__ as report
 
 README = (ROOT / "README.md").read_text()
 START = (ROOT / "docs" / "index.md").read_text()
@@ -75,7 +76,7 @@ def test_the_pages_are_short_and_count_the_files_to_copy():
 
 def test_flags_and_targets_that_the_text_names_exist():
     known = {*Config.__dataclass_fields__, "help"}
-    kinds = [tool.Args for tool in (build, show, cells, generate, multitoken, pairs, plot)]
+    kinds = [tool.Args for tool in (build, show, cells, generate, multitoken, pairs, report)]
     kinds += [kind for name, kind in vars(command).items() if name.endswith("Args")]
     for kind in kinds:
         known |= set(kind.__dataclass_fields__)

@@ -201,6 +201,15 @@ def test_what_an_older_checkpoint_lacks_was_as_it_is_by_default(monkeypatch):
             checkpoint.check_identity("auto", "folder", other)
 
 
+def test_a_flag_that_left_had_to_be_as_it_always_is_now(monkeypatch):
+    run = {"loss": "alm", "alm_mode": "binary_kl", "teacher_alpha": 1.0}
+    monkeypatch.setattr(checkpoint, "position_of", lambda _: {"run": run})
+    checkpoint.check_identity("auto", "folder", {"loss": "alm"})
+    run["alm_mode"] = "squared"
+    with pytest.raises(ValueError, match="alm_mode was 'squared', is 'binary_kl'"):
+        checkpoint.check_identity("auto", "folder", {"loss": "alm"})
+
+
 @pytest.mark.slow
 def test_a_run_goes_on_in_every_other_layout(models, texts, tmp_path):
     """Weights, Adam's state, step counters, weight decay and the schedule go along."""

@@ -17,7 +17,6 @@ from isogloss.teachers.served import (
     ServedSpec,
     ServedTeacher,
     groups_of,
-    scored_given,
     scored_text,
 )
 from isogloss.teachers.text_server import Likely
@@ -106,11 +105,9 @@ def test_what_is_no_distribution_is_refused(change, expected):
         scored_text(likely, np.array([1, 2, 3, 4]), 3, 11, 11)
 
 
-@pytest.mark.parametrize(("output_topk", "num_given", "known"), [
-    (5, 0, True), (0, 0, False), (0, 5, False)])
-def test_metrics_that_an_answer_does_not_tell_are_null(output_topk, num_given, known):
-    spec = ServedSpec("http://host", 11, output_topk=output_topk, num_given=num_given)
-    assert spec.asks_ahead != bool(num_given)
+@pytest.mark.parametrize(("output_topk", "known"), [(5, True), (0, False)])
+def test_metrics_that_an_answer_does_not_tell_are_null(output_topk, known):
+    spec = ServedSpec("http://host", 11, output_topk=output_topk)
     setup = SimpleNamespace(spec=spec, loss=DistillationLoss(None), speculation=None)
     teacher = ModelSums(nats=3.0, num_bytes=2, correct=1, entropy=2.0, tokens=2)
     pair = PairSums(kd=3.0, kd_terms=2, agree=1, starts=2)
@@ -130,24 +127,6 @@ def test_a_student_is_asked_without_dropout_and_stays_in_its_mode(mode):
     answer = without_gradient(student, numbers, lambda logits: 2 * logits)
     assert torch.equal(answer, 2 * numbers) and not answer.requires_grad
     assert module.training == mode
-
-
-def test_of_given_tokens_a_row_holds_these_and_the_rest():
-    logits = 3 * torch.randn(4, 11, generator=torch.Generator().manual_seed(3))
-    p = logits.double().softmax(-1)
-    given = np.array([[0, 1, 2], [5, 3, 9], [10, 0, 7], [4, 6, 8]])
-    ids = np.array([7, 1, 2, 10, 4])
-    server = SimpleNamespace(score_given=lambda model, text, asked: np.take_along_axis(
-        p.log().float().numpy(), asked, 1))
-    scored = scored_given(server, None, ids, given, 11, 11)
-    expected = torch.zeros(4, 12, dtype=torch.float64)
-    kept = torch.from_numpy(given)
-    expected.scatter_(1, kept, p.gather(1, kept))
-    expected[:, 11] = 1 - expected.sum(1)
-    torch.testing.assert_close(scored(torch.arange(4)).exp().double(), expected, rtol=2e-6,
-                               atol=3e-7)
-    label_logp = p[range(4), ids[1:]].log()
-    torch.testing.assert_close(scored.scores.logp_T.double(), label_logp, rtol=2e-6, atol=2e-6)
 
 
 def test_requests_hold_whole_texts():
@@ -191,22 +170,17 @@ def run_with_key(*argv_list):
 def test_a_job_with_a_server_is_one_with_the_same_teacher_here(models, untied, texts, tmp_path):
     """On two ranks, of data and rollouts, with a key that nobody writes down.
 
-    A resumed run may find the server elsewhere.  A server with echo is one, and one that is asked
-    about the student's own tokens.
+    A resumed run may find the server elsewhere.  A server with echo is one.
     """
     common = [*flags_of_job(models, jobs.write_corpus(tmp_path, texts, 20), tmp_path),
               "--on_policy=0.5", "--rollout_tokens=8", "--prompt_tokens=8", "--rollout_every=2"]
     first, second = (StandIn(models[1], masks_padding=True) for _ in range(2))
     first.faults = [None, (503, "busy"), "half", None, (500, "crash")]
     hosted = StandIn(models[1], owner="somebody", masks_padding=True)  # which has echo alone
-    equal = StandIn(untied, masks_padding=True)
-    of_student = ["--loss=reverse_kl", "--loss_topk=7", "--loss_topk_of=student"]
-    with first.running(), second.running(), hosted.running(), equal.running():
+    with first.running(), second.running(), hosted.running():
         others = {
             "alm": ["--loss=alm", f"--teacher={models[1]}"],
-            "echo": ["--loss=alm", *from_server(hosted, models, 0)],
-            "whole": [*of_student, f"--teacher={untied}"],
-            "given": [*of_student, *from_server(equal, [None, untied])]}
+            "echo": ["--loss=alm", *from_server(hosted, models, 0)]}
         commands = [[*common, *from_model(models), f"--output_dir={tmp_path / 'live'}"]]
         commands += [[*common, *flags, f"--output_dir={tmp_path / name}"]
                      for name, flags in others.items()]
@@ -214,7 +188,7 @@ def test_a_job_with_a_server_is_one_with_the_same_teacher_here(models, untied, t
             commands.append([*common, *from_server(server, models), more,
                              f"--output_dir={tmp_path / 'served'}"])
         for codes, message in ranks.run(2, run_with_key, *commands):
-            assert codes == [0] * 7 and KEY not in message, message
+            assert codes == [0] * 5 and KEY not in message, message
     assert not first.faults and second.requests
     for _, headers, _ in first.requests + second.requests:
         assert headers["Authorization"] == f"Bearer {KEY}"
@@ -224,14 +198,13 @@ def test_a_job_with_a_server_is_one_with_the_same_teacher_here(models, untied, t
     ours = jobs.losses_of(tmp_path / "served", -1)
     check_same([line for line in ours if line["step"] <= 4], jobs.losses_of(tmp_path / "live", -1))
     assert ours[-1]["step"] == 6
-    for name, teacher in (("echo", "alm"), ("given", "whole")):
-        ours, expected = [jobs.losses_of(tmp_path / run, -1) for run in (name, teacher)]
-        assert all(line["eval/teacher_accuracy"] is None for line in ours if "eval/kd" in line)
-        for line in ours + expected:
-            for unknown in ("eval/teacher_accuracy", "eval/teacher_entropy", "eval/top1_agreement",
-                            "teacher_output_bytes"):
-                line.pop(unknown, None)
-        check_same(ours, expected)
+    ours, expected = [jobs.losses_of(tmp_path / run, -1) for run in ("echo", "alm")]
+    assert all(line["eval/teacher_accuracy"] is None for line in ours if "eval/kd" in line)
+    for line in ours + expected:
+        for unknown in ("eval/teacher_accuracy", "eval/teacher_entropy", "eval/top1_agreement",
+                        "teacher_output_bytes"):
+            line.pop(unknown, None)
+    check_same(ours, expected)
 
 
 def run_ahead(argv):
@@ -288,32 +261,12 @@ def test_a_pipeline_asks_on_its_last_stage(models, texts, tmp_path):
         check_same(jobs.losses_of(tmp_path / kind, -1), jobs.losses_of(tmp_path / "live", -1))
 
 
-def cases_of_students_tokens(equal, good, sglang, own, another):
-    """Return (flags, what is said of them) where a server is asked about the student's tokens."""
-    of_student = {"teacher": equal, "teacher_tokenizer": own, "loss": "reverse_kl",
-                  "loss_topk": 9, "loss_topk_of": "student", "teacher_output_topk": 20}
-    return [
-        (of_student, "nothing is wrong"),
-        (of_student | {"teacher": good, "teacher_tokenizer": another},
-         "of this teacher the tokens that it finds likely are kept"),
-        (of_student | {"teacher": own, "teacher_tokenizer": "", "teacher_output": "topk"},
-         "of this teacher the tokens that it finds likely are kept"),
-        (of_student | {"loss_topk": 30}, "of 31, which is greater than max allowed: 30"),
-        (of_student | {"teacher": sglang}, "SGLang takes one list of tokens for a text"),
-        (of_student | {"temperature": 2.0}, "mass at temperature 1"),
-        (of_student | {"teacher_weights": "max_prob"}, "its max_prob is not known"),
-        (of_student | {"pipeline_parallel": 2}, "whose ranks hold shards of a text"),
-    ]
-
-
 def test_what_does_not_fit_ends_with_one_line(models, untied, texts, tmp_path):
     good = StandIn(models[1])
     few = StandIn(models[1], max_logprobs=20)
     short = StandIn(models[1], context=100)
     other = StandIn(untied)  # a smaller vocabulary
     hosted = StandIn(models[1], owner="somebody", context=None)
-    sglang = StandIn(untied, owner="sglang")
-    equal = StandIn(untied, max_logprobs=30)
     cases = [
         ({}, "nothing is wrong"),
         ({"teacher_max_length": 256}, "nothing is wrong"),
@@ -332,15 +285,15 @@ def test_what_does_not_fit_ends_with_one_line(models, untied, texts, tmp_path):
         ({"loss": "gold"}, "256 most likely tokens alone with --loss gold: this loss reads others"),
         ({"loss": "reverse_kl"}, "between two tokenizers"),
         ({"teacher_output": "logits"}, "leave out --teacher_output logits"),
-        ({"teacher_weights": "entropy"}, "its entropy is not known"),
         ({"teacher_output_topk": 0}, "gives the text's own tokens alone with --loss piece_kl"),
-        ({"teacher_output_topk": 0, "loss": "alm", "teacher_weights": "max_prob"},
-         "its max_prob is not known"),
+        ({"teacher_output_topk": 0, "loss": "alm", "teacher_weights": "mean_p"},
+         "its mean_p is not known"),
         ({"teacher_output_topk": 0, "loss": "alm"}, "nothing is wrong"),
         ({"teacher_output_topk": 0, "loss": "alm", "teacher": str(models[1]),
           "teacher_tokenizer": "", "teacher_output": "topk"}, "is for the address of a server"),
         ({"loss_topk": 9, "loss_topk_of": "student", "loss": "alm"}, "nothing is wrong"),
-        *cases_of_students_tokens(equal, good, sglang, str(untied), str(models[1])),
+        ({"loss_topk": 9, "loss_topk_of": "student"},
+         "of this teacher the tokens that it finds likely are kept"),
         ({"teacher": hosted}, "HTTP 400 unknown field prompt_logprobs"),
         ({"teacher": hosted, "teacher_output_topk": 0, "loss": "alm"}, "nothing is wrong"),
         ({"temperature": 2.0}, "mass at temperature 1"),
@@ -355,8 +308,7 @@ def test_what_does_not_fit_ends_with_one_line(models, untied, texts, tmp_path):
                  max_length=250, output_dir=str(tmp_path / "run"),
                  teacher_tokenizer=str(models[1]),
                  ds_config=jobs.ds_config(tmp_path / "ds.json", 0, 1, 1))
-    with (good.running(), few.running(), short.running(), other.running(), hosted.running(),
-          sglang.running(), equal.running()):
+    with good.running(), few.running(), short.running(), other.running(), hosted.running():
         flags["teacher"] = good.url
         cases = [({key: getattr(value, "url", value) for key, value in changes.items()}, expected)
                  for changes, expected in cases]

@@ -53,7 +53,7 @@ def test_modes_gradients_and_random_states_stay(models, files):
     model, encoder = loaded(models[0])
     options = TaskOptions(data=str(files), limit=4, shots=2, max_new_tokens=5)
     suite = load_suite(list(ALL), options, encoder)
-    expected, _ = suite.run(model, torch.as_tensor)
+    expected, _ = suite.run(model)
     model.config.attention_dropout = 0.5
     for layer in model.model.layers:
         layer.self_attn.attention_dropout = 0.5
@@ -64,7 +64,7 @@ def test_modes_gradients_and_random_states_stay(models, files):
     loss.backward()
     gradients = [parameter.grad.clone() for parameter in model.parameters()]
     states = torch.get_rng_state(), np.random.get_state()[1].copy(), random.getstate()
-    metrics, _ = suite.run(model, torch.as_tensor)
+    metrics, _ = suite.run(model)
     assert torch.equal(torch.get_rng_state(), states[0])
     assert np.array_equal(np.random.get_state()[1], states[1])
     assert random.getstate() == states[2]
@@ -204,4 +204,4 @@ def test_a_model_that_is_not_finite_is_not_judged(models, files, tmp_path, capsy
         model.get_output_embeddings().weight.mul_(1e10)
     suite = load_suite(["lambada"], TaskOptions(data=str(files), limit=1), encoder)
     with pytest.raises(ValueError, match="lambada: the model's log-probabilities are not finite"):
-        suite.run(model, torch.as_tensor)
+        suite.run(model)

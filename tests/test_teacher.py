@@ -15,7 +15,7 @@ from isogloss.job.layout import teacher_groups
 from isogloss.job.replicas import join_ids, join_members
 from isogloss.models.pretrained import check_weights
 from isogloss.teachers.engines import layers
-from isogloss.teachers.engines.layers import check_engine
+from isogloss.teachers.engines.layers import check_compile
 from isogloss.teachers.engines.whole import Offload, head_gives_own_logits, load_replicated
 from isogloss.teachers.model import ModelSpec, resolve_engine
 from isogloss.teachers.protocol import load_teacher
@@ -423,15 +423,15 @@ def test_a_layer_of_a_compiled_shard_is_one_graph_with_two_sums_over_ranks(tmp_p
 def test_what_cannot_be_compiled_is_refused(monkeypatch):
     config = AutoConfig.for_model("llama")
     for engine in ("tensor_parallel", "transformers"):
-        check_engine(engine, config, True, "auto")
+        check_compile(engine, config)
     with pytest.raises(ValueError, match="not with --teacher_engine zero3"):
-        check_engine("zero3", config, True, "auto")
+        check_compile("zero3", config)
     monkeypatch.setattr(layers, "missing_compiler", lambda: "there is no compiler")
     with pytest.raises(ValueError, match=r"there is no compiler, which torch\.compile needs"):
-        check_engine("replicated", config, True, "auto")
+        check_compile("replicated", config)
     config.quantization_config = {"quant_method": "gptq"}
     with pytest.raises(ValueError, match=r"quantized \(gptq\)"):
-        check_engine("replicated", config, True, "auto")
+        check_compile("replicated", config)
     flags = dict(student="s", teacher="t", data="d", teacher_compile=True)
     with pytest.raises(ValueError, match="has no forward pass"):
         Config(**flags | {"teacher": "", "teacher_cache": "c"})

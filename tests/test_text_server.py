@@ -1,7 +1,5 @@
 """A server is asked until it answers, and only what fits the question is taken for an answer."""
 
-import base64
-import io
 import json
 import socket
 
@@ -108,36 +106,6 @@ def test_an_echo_of_another_text_is_refused(servers, fault, expected):
     servers["somebody"].faults = [fault]
     with pytest.raises(DataError, match=expected):
         source.score(model, TEXTS, 0)
-
-
-GIVEN = np.array([[5, 7], [9, 30], [30, 2], [499, 0]])
-
-
-def test_a_server_says_what_it_finds_of_the_tokens_that_are_given(server):
-    source, model = asked(server)
-    scores = source.score_given(model, TEXTS[0], GIVEN)
-    expected = np.take_along_axis(plain_logp(server, TEXTS[0]), GIVEN, 1)
-    np.testing.assert_allclose(scores, expected, atol=1e-5)
-
-
-@pytest.mark.parametrize("fault", [
-    lambda scores: scores[:-1], lambda scores: scores.astype(np.float64), lambda scores: scores.T,
-    lambda scores: scores.astype(object), lambda scores: np.asfortranarray(scores),
-    lambda scores: "no base 64!", lambda scores: "AAAA", lambda scores: "",
-    lambda scores: packed(scores, b"\x93NUMPY\x01\x00"), lambda scores: packed(scores)[:-16],
-])
-def test_given_tokens_of_another_shape_are_refused(server, fault):
-    source, model = asked(server)
-    server.faults = [fault]
-    with pytest.raises(DataError, match=r"no log-probabilities of the given tokens; expected vLLM"):
-        source.score_given(model, TEXTS[0], GIVEN)
-
-
-def packed(scores, magic=None):
-    """Return an array as vLLM sends it, or no more than the beginning of one."""
-    file = io.BytesIO()
-    np.save(file, scores)
-    return base64.b64encode(magic or file.getvalue()).decode()
 
 
 def test_what_may_pass_is_tried_again(server):

@@ -30,7 +30,7 @@ from isogloss.tiles import (
 H = 6
 STUDENT_PADDING = 2  # rows of the head that are no token
 TEACHER_PADDING = 3
-LOSSES = "alm, binary_kl", "projection_kl", "projection_kl, kept", "gold", "h_kl", "uld"
+LOSSES = "alm", "projection_kl", "projection_kl, kept", "gold", "h_kl", "uld"
 KINDS = "plain", "bias", "capped", "adapter", "frozen"  # of heads
 
 
@@ -81,7 +81,7 @@ class Models:
         tensors = [self.hidden, *self.head.tensors]
         return [x for x in tensors if x is not None and x.requires_grad]
 
-    def tiles(self, memory_mib, name="alm, binary_kl"):
+    def tiles(self, memory_mib, name="alm"):
         """Plan tiles with the terms of a loss of every_loss.py."""
         ids = self.case.ids
         tiles = plan_tiles(self.labels, self.chunk[0], ids.next_T, self.chunk[1], self.vocab_sizes,
@@ -164,7 +164,7 @@ def check_gradients(values, inputs, tolerance):
 
 
 @pytest.mark.parametrize(("name", "kind"), [
-    *zip(LOSSES, KINDS * 2), *itertools.product(["alm, binary_kl", "gold"], KINDS)])
+    *zip(LOSSES, KINDS * 2), *itertools.product(["alm", "gold"], KINDS)])
 def test_equals_the_plain_path(name, kind):
     """Tiles of one chunk, of some chunks, one for all; from hidden states and from logits."""
     counts = set()
@@ -258,7 +258,7 @@ def test_nothing_waits_for_the_device(monkeypatch):
     models = Models(3)
     hidden, head, source, tables = on_meta(
         [models.hidden, models.head, models.teacher["hidden"], models.tables])
-    tile_loss = models.loss("alm, binary_kl", tables)
+    tile_loss = models.loss("alm", tables)
     tiles = on_meta(models.tiles(0.01))
     with NoWait():
         value, _ = tiled_loss(hidden, head, source, tile_loss, tiles, [1.0, 1.0])
@@ -279,7 +279,7 @@ def is_launch(function):
 
 @pytest.mark.parametrize(("name", "most"), [
     ("translated, forward_kl", 300), ("projection_kl", 95), ("gold", 130),
-    ("uld", 110), ("alm, binary_kl", 100),
+    ("uld", 110), ("alm", 100),
     ("forward_kl", 60), ("reverse_kl", 60), ("generalized_jsd", 60), ("total_variation", 60)])
 def test_a_sub_tile_launches_few_kernels(name, most, monkeypatch):
     """In plain torch, with its gradient: what a GPU waits for where sub-tiles are small."""
@@ -303,7 +303,7 @@ def test_sub_tiles_without_a_term_get_no_gradient():
     """Nor does a batch without tiles."""
     models = Models(6)
     tiles = models.tiles(0.01)
-    tile_loss = models.loss("alm, binary_kl")
+    tile_loss = models.loss("alm")
 
     def loss(x, y, sub_tile):  # the first sub-tile of every tile has no term
         return tile_loss(x, y, sub_tile) if sub_tile.student_slice.start else x.new_zeros(2)
@@ -318,7 +318,7 @@ def test_sub_tiles_without_a_term_get_no_gradient():
     assert (d_hidden[~is_skipped] != 0).any()
     models.labels.fill_(-100)
     models.chunk[0].fill_(-1)
-    value, sums = models.tiled("alm, binary_kl", 1.0)
+    value, sums = models.tiled("alm", 1.0)
     assert value == 0 and sums.tolist() == [0, 0]
     assert not any(gradient.any() for gradient in gradients(value, models.inputs))
 
@@ -328,8 +328,8 @@ def test_sub_tiles_without_a_term_get_no_gradient():
 def test_float32_bfloat16_and_autocast(dtype, autocast, tolerance):
     models = Models(1, dtype)
     with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-        plain_value, _ = models.plain("alm, binary_kl")
-        value, _ = models.tiled("alm, binary_kl")
+        plain_value, _ = models.plain("alm")
+        value, _ = models.tiled("alm")
     assert abs(value - plain_value) <= tolerance * abs(plain_value)
     check_gradients((value, plain_value), models.inputs, tolerance)
 
@@ -396,7 +396,7 @@ def test_parts_add_up_to_the_sum_of_their_losses(kind):
     inputs = [*models.inputs, other_hidden, weight]
     value, sums = tiled_losses(models.head, parts, [weight])
     expected = 0.0
-    for part, name, of_part in zip(parts, ("gold", "alm, binary_kl", "uld"), sums, strict=True):
+    for part, name, of_part in zip(parts, ("gold", "alm", "uld"), sums, strict=True):
         models.hidden = part.student_hidden
         part_value, part_sums = models.plain_of(part.tile_loss, models.tiles(math.inf, name),
                                                 part.weights)
@@ -476,75 +476,6 @@ def test_the_matmuls_add_to_one_gradient_of_the_head(num_teachers, error, monkey
     assert tries == ([torch.float32] if error else [])
 
 
-class Window:
-    """Three micro-batches of a head that is tied to what makes the hidden states, on one window."""
-
-    WEIGHTS = 1.0, 1e-3, 3.0
-
-    def __init__(self):
-        torch.manual_seed(0)
-        self.V, self.n, self.width = 30, 12, 16
-        self.tiles = one_vocabulary(self.n, self.V, 0.002)
-        assert len(self.tiles) > 2
-        self.rows = torch.randn(3, self.n, self.V)
-        self.ids = torch.randint(self.V, (3, self.n))
-        self.weight = torch.randn(self.V + 2, self.width).requires_grad_()
-        self.other = torch.randn(self.width, self.width).requires_grad_()
-
-    def loss(self, number, window):
-        hidden = (self.weight[self.ids[number]] @ self.other).tanh()
-        weights = [self.WEIGHTS[number]]
-        part = LossPart(hidden, StoredLogits(self.rows[number]), kl_of_tile, self.tiles, weights)
-        return tiled_losses(Head(self.weight, vocab=self.V), [part], window=window)[0]
-
-    def gradients(self, hands_over, factors=(0.5, 0.5, 0.5)):
-        """Return the gradients after each backward pass; hands_over None: without a window."""
-        self.weight.grad = self.other.grad = None
-        window = tiles_module.GradientWindow() if hands_over else None
-        found = []
-        for number, factor in enumerate(factors):
-            if window:
-                window.hands_over = hands_over[number]
-            (factor * self.loss(number, window)).backward()
-            found.append((self.weight.grad.clone(), self.other.grad.clone()))
-        return found
-
-
-@pytest.mark.parametrize("hands_over", [(0, 0, 1), (1, 0, 1), (1, 1, 1)])
-def test_a_window_hands_the_gradient_of_the_head_over_once(hands_over):
-    """Whatever the weights of the micro-batches; the embedding adds its own in each."""
-    models = Window()
-    plain = models.gradients(None)
-    ours = models.gradients(hands_over)
-    assert all(close(a, b, 2e-6) for a, b in zip(ours[-1], plain[-1]))
-    for number, (weight, other) in enumerate(ours):
-        assert close(other, plain[number][1], 2e-6)
-        read = torch.zeros(len(weight), dtype=torch.bool)
-        read[models.ids[: number + 1]] = True
-        if not any(hands_over[: number + 1]):  # what no text reads has no gradient yet
-            assert (weight[~read] == 0).all() and (weight[read] != 0).any()
-
-
-@pytest.mark.parametrize("factors", [(0.5, 0.25, 0.5), (0.5, math.nan, 0.5), (0.5, 0.5, math.nan)])
-def test_a_window_of_several_factors_has_no_gradient(factors):
-    """A loss that is not finite anywhere spoils the step, as it does without a window."""
-    [*_, (weight, _)] = Window().gradients((0, 0, 1), factors)
-    assert weight[:30].isnan().all()
-
-
-def test_a_window_refuses_a_call_without_its_backward_pass():
-    models = Window()
-    window = tiles_module.GradientWindow()
-    models.loss(0, window)
-    window.hands_over = True
-    with pytest.raises(RuntimeError, match="2 calls of tiled_losses, but 1 backward"):
-        models.loss(1, window).backward()
-    window = tiles_module.GradientWindow()
-    with pytest.raises(ValueError, match="hidden states that need a gradient"):
-        part = LossPart(models.rows[0][:, :16], StoredLogits(models.rows[0]), None, [], [1.0])
-        tiled_losses(Head(models.weight), [part], window=window)
-
-
 def test_a_second_backward_is_rejected():
     models = Models(3)
     value, _ = models.tiled("uld")
@@ -564,9 +495,9 @@ def test_only_gradients_are_kept_for_backward():
             saved_tensors.add(self)
 
     with torch.autograd.graph.saved_tensors_hooks(Saved, lambda saved: saved.x):
-        value, _ = models.tiled("alm, binary_kl")
+        value, _ = models.tiled("alm")
         assert not saved_tensors  # those of the tiles are gone
-        plain_value, _ = models.plain("alm, binary_kl")
+        plain_value, _ = models.plain("alm")
     kept = [g for g in value.grad_fn.gradients if g is not None]
     kept_bytes = sum(piece.nbytes for g in kept for piece in getattr(g, "pieces", [g]))
     assert kept_bytes == sum(x.nbytes for x in models.inputs)

@@ -1,15 +1,11 @@
-"""token_weights.py: weights of terms by their place and by the teacher, in every layout."""
+"""--token_weights: terms weigh by their place and their row, in every layout."""
 
 import json
-import math
 
 import pytest
 import torch
 
 from isogloss.data.batch import early_weights
-from isogloss.objective.loss_table import DistillationLoss
-from isogloss.objective.token_weights import chunk_entropy, weighed_by_entropy
-from isogloss.tile_plan import SubTile
 from jobs import check_refusals, check_same_curve, losses_of, run_all, short_run
 
 
@@ -27,31 +23,6 @@ def test_early_weights_count_what_is_learned_of_each_sample():
     assert torch.allclose(weights, torch.tensor(expected)) and weights.dtype == torch.float32
 
 
-def test_entropies_are_of_the_place_where_a_chunk_begins():
-    torch.manual_seed(0)
-    logits = 3 * torch.randn(600, 7)  # several blocks
-    logits[5, 2:] = -torch.inf
-    student = torch.tensor([-1, 0, 0, 1, 2, 2, 299, 3])
-    teacher = torch.arange(600) // 2 - 1
-    tile = SubTile(slice(0, 8), slice(0, 600), student, teacher, student, teacher)
-    entropies = chunk_entropy(logits, tile)
-    for chunk, entropy in zip(student.tolist(), entropies.tolist()):
-        if chunk < 0 or chunk == 299:  # no chunk, and one of which the teacher has no row
-            assert entropy == 0
-            continue
-        row = logits[2 * (chunk + 1)].tolist()
-        total = sum(map(math.exp, row))
-        expected = -sum(math.exp(x) / total * math.log(math.exp(x) / total)
-                        for x in row if x > -math.inf)
-        assert entropy == pytest.approx(expected, rel=1e-5)
-    loss = DistillationLoss(lambda student, teacher, sub_tile: sub_tile.weight)
-    tile = tile._replace(weight=torch.arange(8.0))
-    for kind, part in (("sure", 0.3 / (0.3 + entropies)),
-                       ("unsure", entropies / (0.3 + entropies))):
-        weights = weighed_by_entropy(loss, kind, 0.3).loss_fn(None, logits, tile)
-        assert torch.allclose(weights, part * tile.weight)
-
-
 LAYOUTS = {"one": (1, {}), "shards": (2, {"sequence_parallel": 2}), "packed": (2, {"pack": True}),
            "untiled": (1, {"tiled": False})}
 
@@ -67,25 +38,6 @@ def command(models, texts, tmp_path):
                          micro_batch_size=2 if "pack" in flags else 4)
 
     return command_of
-
-
-def test_where_a_teacher_is_sure_and_where_not_is_all_of_it(command, models, tmp_path):
-    """In every layout, each with one of three losses."""
-    both = [{"model": str(models[1]), "name": weights, "token_weights": weights}
-            for weights in ("sure", "unsure")]
-    for loss, kind in zip(("piece_kl", "alm", "gold", "alm"), LAYOUTS, strict=True):
-        num_ranks, flags = LAYOUTS[kind]
-        name = f"{loss} {kind}"
-        of_both = command(f"{name} both", loss=loss, teachers=json.dumps(both), **flags)
-        run_all(num_ranks, command(f"{name} whole", loss=loss, **flags),
-                [word for word in of_both if not word.startswith("--teacher=")])
-        whole, parts = [losses_of(tmp_path / f"{name} {kind}") for kind in ("whole", "both")]
-        for line, of_parts in zip(whole, parts, strict=True):
-            share = of_parts["kd/sure"] / line["kd"]
-            assert 0.02 < share < 0.98, name
-            assert of_parts["kd/sure"] + of_parts["kd/unsure"] == pytest.approx(
-                line["kd"], rel=1e-5), name
-            assert of_parts["grad_norm"] == pytest.approx(line["grad_norm"], rel=1e-4), name
 
 
 def test_early_weights_are_the_same_in_every_layout(command, tmp_path):
@@ -128,15 +80,13 @@ def test_rows_weigh_what_their_column_says(command, texts, tmp_path):
         assert first_kd([weights], num_ranks, **flags) == pytest.approx([expected], rel=1e-5)
 
 
-def test_weights_by_entropies_need_all_of_a_teacher(models, texts, tmp_path):
-    words = short_run(models, texts, tmp_path, "--token_weights=sure")
+def test_wrong_columns_of_weights_are_refused(models, texts, tmp_path):
+    words = short_run(models, texts, tmp_path, "--token_weights=column", "--weight_key=w")
     flags = dict(word.removeprefix("--").split("=", 1) for word in words)
     flags["max_length"] = 60
     check_refusals(flags, [
-        ({}, "nothing is wrong"),
-        ({"loss": "projection_kl"}, "--token_weights sure with --loss projection_kl: which reads"),
-        ({"teacher_output": "topk"}, "--token_weights sure: an entropy is of all"),
-        ({"token_weights": "column"}, "--token_weights column: of which column? name it with"),
+        ({"token_weights": "early", "weight_key": ""}, "nothing is wrong"),
+        ({"weight_key": ""}, "--token_weights column: of which column? name it with"),
         ({"weight_key": "text"}, "'text' holds '"),
-        ({"weight_key": "w"}, "--weight_key w: no such column"),
+        ({}, "--weight_key w: no such column"),
     ])

@@ -15,12 +15,10 @@ import time
 import urllib.request
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from isogloss.errors import DataError
 from isogloss.teachers.text_server import TextServer
 from jobs import ds_config, losses_of, run_all, write_corpus
 from ranks import free_port
@@ -121,23 +119,19 @@ def test_a_transferred_student_writes_and_stops(models, tmp_path):
 
 
 def test_vllm_says_the_same_of_the_text_by_echo(tokenizers, tmp_path):
-    """About given tokens a CPU's runner knows nothing; how it is asked, the server understands."""
     write_student(tmp_path / "model", tokenizers[0], False)
     ids = torch.tensor([5, 80, 7, 301, 44, 44, 210, 9])
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "model").eval()
     with torch.no_grad():
         logp = model(ids[None]).logits[0, :-1].log_softmax(-1)
     expected = logp.gather(1, ids[1:, None]).squeeze(1)
-    words = "--max-model-len=120", "--enable-scale-out"
-    with served(tmp_path / "model", tmp_path / "server.log", *words) as address:
+    with served(tmp_path / "model", tmp_path / "server.log", "--max-model-len=120") as address:
         server = TextServer(address, 600)
         described = server.describe()
         for owner in ("vllm", "somebody"):
             [likely] = server.score(described._replace(owner=owner), [ids.tolist()], 0)
             ours = torch.from_numpy(likely.logp_E).float()
             torch.testing.assert_close(ours, expected, rtol=0, atol=5e-5)
-        with pytest.raises(DataError, match=r"HTTP 400 .*requires the V2 model runner"):
-            server.score_given(described, ids.tolist(), np.arange(7 * 20).reshape(7, 20))
 
 
 @pytest.mark.parametrize("name", CASES)

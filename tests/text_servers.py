@@ -1,13 +1,10 @@
 """A small server that answers as vLLM, SGLang or an API with echo, by a real model; and faults."""
 
-import base64
 import contextlib
-import io
 import json
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
-import numpy as np
 import torch
 
 POURED = {"drip": (b" ", 0.02), "endless": (b" " * 2**16, 0)}  # pieces, seconds between them
@@ -112,8 +109,6 @@ class StandIn:
             self.most_at_once = max(self.most_at_once, self.at_once)
             fault = self.faults.pop(0) if self.faults else None
         try:
-            if path.endswith("/inference/v1/generate"):
-                return self.score_given(body, fault)
             return self.score(body, fault)
         finally:
             with self.lock:
@@ -139,26 +134,6 @@ class StandIn:
         content = json.dumps(plain).encode()
         missing = len(content) // 2 if fault == "half" else 0
         return 200, content[: len(content) - missing], missing
-
-    @torch.no_grad()
-    def score_given(self, body, fault):
-        """Answer as vLLM does where each position of a text has tokens of its own."""
-        given = torch.tensor(body["sampling_params"]["prompt_logprob_token_ids"])
-        error = self.refusal([body["token_ids"]], given.shape[1])
-        if self.owner != "vllm" or error:
-            status = 400 if error else 404
-            return status, json.dumps({"error": error or "Not Found"}).encode(), 0
-        logits = self.model(torch.tensor([body["token_ids"]])).logits[0, :-1]
-        assert len(given) == len(logits), "one row for each position but the last"
-        if self.masks_padding:
-            logits[:, len(self.tokenizer) :] = -torch.inf
-        scores = logits.log_softmax(-1).gather(1, given).numpy()
-        if callable(fault):
-            scores = fault(scores)
-        file = io.BytesIO()
-        np.save(file, scores)
-        packed = scores if isinstance(scores, str) else base64.b64encode(file.getvalue()).decode()
-        return 200, json.dumps({"prompt_token_id_logprobs": packed}).encode(), 0
 
     def refusal(self, texts, asked):
         """Return what vLLM says of a request that it refuses, or None."""

@@ -1,7 +1,7 @@
 """Checkpoints that are complete or absent.
 
 A checkpoint holds the engine (weights, optimizer, schedule), the random state of every rank, and
-the position of the run.  The position is its step number, from which data.py derives the samples.
+the position of the run.  The position is its step number, from which order.py derives the samples.
 It is written under a scratch name and renamed when every rank is done and all is on disk, so a
 checkpoint with a final name is complete.  Its position.json lists size and checksum of every file,
 so what is damaged later is seen, and the checkpoint before it taken.
@@ -30,7 +30,7 @@ import torch
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 
-from isogloss.config import Config
+from isogloss.config import LEFT, Config
 from isogloss.errors import CannotSave
 from isogloss.flags.model_names import without_secrets
 from isogloss.flags.parse import line_about
@@ -314,6 +314,7 @@ def check_identity(choice, checkpoint, identity):
     # flags that an older checkpoint lacks were as they are by default
     saved = {flag.name: flag.default for flag in fields(Config)}
     saved |= without_secrets(position_of(checkpoint)["run"])
+    identity = identity | {name: LEFT[name] for name in LEFT if name in saved}
     differing = [key for key, value in identity.items() if saved.get(key) != value]
     if not differing:
         return

@@ -57,8 +57,6 @@ class TeacherBatch:
         rollout_positions: (n,) int64, those that are in chunks of what the student wrote; None:
             there is no rollout.
         keys: (samples, 2) int64, by which a cache finds what it holds of them; None: none is asked.
-        given: (B * T, K) int64, different tokens about which a server is asked at each position;
-            None: it is asked about those that it finds likely.
     """
 
     ids: torch.Tensor
@@ -75,7 +73,6 @@ class TeacherBatch:
     halo_index: torch.Tensor | None = None
     rollout_positions: torch.Tensor | None = None
     keys: torch.Tensor | None = None
-    given: torch.Tensor | None = None
 
     @property
     def num_samples(self):

@@ -105,17 +105,6 @@ def teacher_ids(example, encoder):
     return read_rendering(text, encoder)[0]
 
 
-def first_ids(examples, encoder, count=1024):
-    """Return the ids of the first Examples, at most `count` and as many as the model reads."""
-    ids = []
-    for example in examples:
-        if not isinstance(example.content, str) or fits(example.content):
-            ids += teacher_ids(example, encoder).tolist()
-        if len(ids) >= count:
-            break
-    return ids[: min(count, encoder.max_length)]
-
-
 def render(messages, encoder, tools=None):
     """Write a chat by a model's template and find what the assistant says in it.
 

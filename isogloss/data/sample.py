@@ -22,9 +22,10 @@ from isogloss.align import (
     TokenTable,
     adds_bos,
     align_located,
-    common_cut,
+    cut_chunks,
     fingerprint,
     locate,
+    without_chunks,
 )
 from isogloss.data.texts import check_size
 
@@ -366,20 +367,7 @@ def cut_pair(student, pairing, student_limit, teacher_limit):
         no_chunk = np.full(len(student.ids), -1)[1:student_limit]
         return student_limit, PairSample(student_chunk=no_chunk, read_student_chunk=no_chunk,
                                          skipped=pairing.skipped)
-    # Where one side alone spells a space that the text does not have, the models speak of other
-    # words: such chunks are not compared.
-    numbers = np.arange(len(alignment.same_bytes))
-    # one entry more, so that chunk -1 (the last entry) stays -1
-    usable = np.append(np.where(alignment.same_bytes, numbers, -1), -1)
-    chunks = [usable[alignment.student_chunk], usable[alignment.teacher_chunk]]
-    student_cut, teacher_cut = common_cut(chunks, [student_limit, teacher_limit])
-    # A chunk needs a position that predicts its first token; without bos the first token has none.
-    lost = [chunk[:1] for chunk in chunks]
-    # One that does not fit has no part either.
-    lost += [chunks[0][student_cut : student_cut + 1], chunks[1][teacher_cut : teacher_cut + 1]]
-    # where no chunk fits on both sides, one of them keeps tokens of some
-    lost.append(np.setxor1d(chunks[0][:student_cut], chunks[1][:teacher_cut]))
-    read_chunks = without_chunks(chunks, np.concatenate(lost))
+    (student_cut, teacher_cut), read_chunks = cut_chunks(alignment, [student_limit, teacher_limit])
     chunks = read_chunks
     if student.learned is not None:  # a chunk is learned as a whole or not at all
         chunks = without_chunks(read_chunks, read_chunks[0][~student.learned])
@@ -394,11 +382,6 @@ def cut_pair(student, pairing, student_limit, teacher_limit):
     kept = kept[np.diff(kept, prepend=-1) != 0]  # once each: the tokens of a chunk are neighbors
     pair.aligned_bytes = int(alignment.chunk_bytes[kept].sum())
     return student_cut, pair
-
-
-def without_chunks(chunks, lost):
-    """Return the chunk ids of both sides with -1 in the place of the lost chunks."""
-    return [np.where(np.isin(chunk, lost), -1, chunk) for chunk in chunks]
 
 
 def shift(ids, labels, num_bytes, cut):

@@ -1,418 +1,160 @@
-"""HumanEval+ and MBPP+: a model writes a function, and what it returns is compared.
+"""Run the programs of lm-evaluation-harness' code tasks in the sandbox.
 
-Data, prompts, stops and what counts as equal are those of EvalPlus 0.3.1 for base models
-(https://github.com/evalplus/evalplus, Liu et al. 2023, arXiv 2305.01210).  Programs run in the
-sandbox, the reference solution as well, and values are compared out here: what the model wrote
-never sees what is expected of it.
+Its humaneval_plus and mbpp_plus load `code_eval` of the package evaluate, which would run what a
+model wrote inside of this job.  A CodeJudge takes its place while such a task is loaded.  Prompts,
+stops, test programs and k of pass@k are the harness'; an answer has 10 CPU seconds in place of 3
+of a wall clock, so that verdicts do not depend on what else the machine does.
 
-A folder of data holds the files of EvalPlus' releases, compressed or not:
-
-    HumanEvalPlus.jsonl.gz, or HumanEvalPlus-Mini.jsonl.gz
-    MbppPlus.jsonl.gz
+A program passes if it and its tests run to their end.  One that leaves early fails; the box guards
+the job, and not the verdict against a program that searches its interpreter for it.
 
 Tests: tests/test_code_tasks.py.
 """
 
-import gzip
-import json
 import math
 import os
+import secrets
+import sys
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
-from functools import cached_property
-from pathlib import Path
+from contextlib import contextmanager
+from types import SimpleNamespace
 
-import datasets
-import numpy as np
+from isogloss.evaluation import sandbox
+from isogloss.evaluation.task_model import GaveUp
 
-from isogloss.data.texts import is_text
-from isogloss.evaluation import code_runner, sandbox
-from isogloss.evaluation.code_runner import decode, encode
-from isogloss.projection_tools.tokenizers import reason_of
-
-RELEASES = "https://github.com/evalplus/{name}_release/releases/download"
-URLS = {
-    "humaneval_plus": RELEASES.format(name="humanevalplus") + "/v0.1.10/HumanEvalPlus.jsonl.gz",
-    "mbpp_plus": RELEASES.format(name="mbppplus") + "/v0.2.0/MbppPlus.jsonl.gz",
+# As harness.NAMES.
+CODE_NAMES = {
+    "humaneval_plus": ("humaneval_plus", "humaneval", "evalplus/humanevalplus"),
+    "mbpp_plus": ("mbpp_plus", "mbpp", "evalplus/mbppplus"),
 }
-FILES = {
-    "humaneval_plus": ("HumanEvalPlus.jsonl.gz", "HumanEvalPlus.jsonl",
-                       "HumanEvalPlus-Mini.jsonl.gz", "HumanEvalPlus-Mini.jsonl"),
-    "mbpp_plus": ("MbppPlus.jsonl.gz", "MbppPlus.jsonl"),
-}
-FIELDS = "task_id", "prompt", "entry_point", "canonical_solution", "base_input", "plus_input"
-COMMON_STOPS = "<|endoftext|>", "<|endofmask|>", "</s>", "\nif __name__", "\ndef main(", "\nprint("
-STOPS = {
-    "humaneval_plus": (*COMMON_STOPS, "\ndef ", "\nclass ", "\nimport ", "\nfrom ", "\nassert "),
-    "mbpp_plus": (*COMMON_STOPS, '\n"""', "\nassert"),
-}
-CODE_NEW_TOKENS = 768  # EvalPlus'
-# CPU seconds: of a reference solution, and at least of an answer, for all calls together
-REFERENCE_SECONDS = 120
-LEAST_SECONDS = 10
-TIMES_REFERENCE = 4
-MEMORY_MIB = 4096  # as EvalPlus
+SECONDS = 10  # of CPU time
+MEMORY_MIB = 4096
 OUTPUT_MIB = 64
 MOST_WORKERS = 8
-MOST_ROW, MOST_FILE = 2**26, 2**30  # characters; in a packed file a few bytes stand for many
 
-# --- items ----------------------------------------------------------------------------------------
+# Reads a program from stdin.  The box has no numpy, of which the tests need one function.
+RUNNER = """
+import sys, types
 
+def allclose(out, expected, rtol=1e-7, atol=0):
+    if isinstance(expected, (list, tuple)):
+        return len(out) == len(expected) and all(
+            allclose(a, b, rtol, atol) for a, b in zip(out, expected))
+    return out == expected or abs(out - expected) <= atol + rtol * abs(expected)
 
-@dataclass(frozen=True)
-class CodeItem:
-    """Ask a model to write a function.
+def assert_allclose(out, expected, rtol=1e-7, atol=0):
+    assert allclose(out, expected, rtol, atol)
 
-    Attributes:
-        task: name.
-        id: within the task.
-        prompt: text.
-        stops: texts that end an answer and are no part of it.
-        max_new_tokens: after so many tokens an answer is cut.
-        reference: text of a program with a right solution.
-        entry_point: name of the function.
-        inputs: of each call its arguments.
-        num_base: the first inputs, those of the tests without the plus.
-        tolerance: absolute, of floats; 0: EvalPlus' own, where floats are expected.
-    """
-
-    task: str
-    id: str
-    prompt: str
-    stops: tuple[str, ...]
-    max_new_tokens: int
-    reference: str
-    entry_point: str
-    inputs: tuple[list, ...]
-    num_base: int
-    tolerance: float
+numpy = types.ModuleType("numpy")
+numpy.allclose = allclose
+numpy.testing = types.SimpleNamespace(assert_allclose=assert_allclose)
+sys.modules["numpy"] = numpy
+exec(compile(sys.stdin.read(), "answer.py", "exec"), {"__name__": "answer"})
+"""
 
 
-def read_items(task, data, limit=0, max_new_tokens=CODE_NEW_TOKENS):
-    """Read HumanEval+ (complete a function from its signature and docstring) or MBPP+ (write one
-    from a sentence and a test).
-
-    Args:
-        task: key of FILES.
-        data: folder, or "" for EvalPlus' release.
-        limit: the first items only; 0: all.
-        max_new_tokens: of an answer.
-    Returns:
-        list of CodeItem.
-    """
-    path = _path_of(task, data)
-    items = []
-    for number, row in enumerate(_rows(task, path, limit), 1):
-        try:
-            items.append(_item(task, row, max_new_tokens))
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
-            raise ValueError(f"{task}: {path}, row {number} is no task of EvalPlus "
-                             f"({reason_of(error)}); expected {', '.join(FIELDS)}") from None
-    if not items:
-        raise ValueError(f"{task}: {path} holds no row")
-    return items
-
-
-def _path_of(task, data):
-    """Return the path of the file, which is downloaded if no folder is named."""
-    if not data:
-        try:
-            return Path(datasets.DownloadManager().download(URLS[task]))
-        except Exception as error:  # the library raises errors of any type
-            raise ValueError(f"{task}: {URLS[task]} cannot be loaded ({reason_of(error)}); name a "
-                             "data folder with its file") from None
-    for name in FILES[task]:
-        path = Path(data) / name
-        if path.is_file():
-            return path
-    raise ValueError(f"{task}: {Path(data) / FILES[task][0]} does not exist; expected it "
-                     f"(or {', or '.join(FILES[task][1:])} there), or no data folder for EvalPlus' "
-                     "release")
-
-
-def _rows(task, path, limit):
-    rows = []
-    try:
-        with open(path, "rb") as file:
-            is_compressed = file.read(2) == b"\x1f\x8b"
-        opener = gzip.open if is_compressed else open
-        with opener(path, "rt", encoding="utf-8") as file:
-            num_read = 0
-            while line := file.readline(MOST_ROW):
-                num_read += len(line)
-                if len(line) == MOST_ROW or num_read > MOST_FILE:
-                    raise ValueError("it has more characters than any task of EvalPlus")
-                if line.strip():
-                    rows.append(json.loads(line))
-                if limit and len(rows) == limit:
-                    break
-    except (OSError, EOFError, ValueError, RecursionError) as error:
-        raise ValueError(f"{task}: {path}, row {len(rows) + 1} cannot be read "
-                         f"({reason_of(error)})") from None
-    return rows
-
-
-def _item(task, row, max_new_tokens):
-    for name in ("task_id", "prompt", "entry_point", "canonical_solution"):
-        if not isinstance(row[name], str) or not is_text(row[name]):
-            raise ValueError(f"{name} is {row[name]!r:.40}, expected a text")
-    if not isinstance(row["base_input"], list) or not row["base_input"]:
-        raise ValueError("base_input holds no call")
-    prompt = row["prompt"].strip() + "\n"
-    inputs = []
-    for name in ("base_input", "plus_input"):
-        # one row of MBPP+ has {} for no further inputs
-        for arguments in row[name] or []:
-            if not isinstance(arguments, list):
-                raise ValueError(f"{name} holds {arguments!r:.40}, expected lists of arguments")
-            inputs.append(typed_arguments(row["task_id"], arguments))
-    return CodeItem(
-        task, row["task_id"], prompt, STOPS[task], max_new_tokens,
-        row["prompt"] + row["canonical_solution"], row["entry_point"], tuple(inputs),
-        len(row["base_input"]), float(row.get("atol", 0)))
-
-
-# JSON has no tuples.  For each task of MBPP+ that expects some: {argument: depths at which lists
-# are tuples}, ALL for every argument; 0 is the argument itself, 1 its entries.
-ALL = -1
-EVERY_DEPTH = range(64)
-TUPLES = {
-    (2, 116, 132, 143, 222, 261, 273, 394, 399, 421, 424, 429, 470, 560, 579, 596, 616, 630, 726,
-     740, 744, 809): {ALL: (0,)},
-    (63, 64, 70, 94, 120, 237, 272, 299, 400, 409, 417, 438, 473, 614, 780): {ALL: (1,)},
-    (75, 413, 444, 753): {0: (1,)},
-    (106, 750): {1: (0,)},
-    (250, 307, 405, 446, 617, 720, 763, 808): {0: (0,)},
-    (259, 401, 445): {ALL: (0, 1)},
-    (278,): {0: (0, 1)},
-    (722,): {0: (1,)},
-    (580, 615, 791): {ALL: EVERY_DEPTH},
-}
-# Arguments that JSON holds as text or as other numbers.
-NUMBERS = {124: (float, complex), 252: (complex,)}
-
-
-def typed_arguments(task_id, arguments):
-    """Return the arguments of a call with the types that JSON does not have."""
-    name, _, number = task_id.partition("/")
-    if name != "Mbpp":
-        return arguments
-    number = int(number)
-    if number in NUMBERS:
-        return [kind(argument) for kind, argument in zip(NUMBERS[number], arguments)]
-    for numbers, depths in TUPLES.items():
-        if number in numbers:
-            typed = []
-            for place, argument in enumerate(arguments):
-                of_argument = depths.get(ALL, depths.get(place, ()))
-                typed.append(_with_tuples(argument, of_argument))
-            return typed
-    return arguments
-
-
-def _with_tuples(value, depths, depth=0):
-    if isinstance(value, dict):
-        return {key: _with_tuples(entry, depths, depth + 1) for key, entry in value.items()}
-    if not isinstance(value, list):
-        return value
-    entries = [_with_tuples(entry, depths, depth + 1) for entry in value]
-    return tuple(entries) if depth in depths else entries
-
-
-# --- running --------------------------------------------------------------------------------------
-
-
-@dataclass
-class Answer:
-    """Hold what calls of a function gave.
-
-    Attributes:
-        outputs: of the calls up to the first that failed.
-        seconds: of CPU time; None where it did not get to the end.
-        status: of the sandbox.
-        error: what failed, or "".
-    """
-
-    outputs: list
-    seconds: float | None
-    status: str
-    error: str
-
-
-def call(item, program, seconds, unsafe=False, *, is_whole=False):
-    """Run a program in the sandbox and call its function with the inputs of an item.
-
-    Args:
-        item: CodeItem.
-        program: text.
-        seconds: of CPU time.
-        unsafe: without a sandbox.
-        is_whole: its last lines are not left out where they are not valid.
-    Returns:
-        Answer.
-    """
-    request = {
-        "code": program,
-        "is_whole": is_whole,
-        "entry_point": item.entry_point,
-        "inputs": encode(list(item.inputs)),
-        "as_set": item.entry_point in COMPARED_AS_SETS,
-    }
-    result = sandbox.run(
-        Path(code_runner.__file__).read_text(encoding="utf-8"), json.dumps(request), seconds,
-        MEMORY_MIB, output_mib=OUTPUT_MIB, unsafe=unsafe)
-    answer = Answer([], None, result.status, "")
-    for line in result.stdout.splitlines():
-        try:
-            message = json.loads(line)
-            if "output" in message:
-                answer.outputs.append(decode(message["output"]))
-            elif "seconds" in message:
-                answer.seconds = float(message["seconds"])
-            else:
-                answer.error = str(message["error"])
-        except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
-            answer.error = "what it printed cannot be read"
-            break
-    return answer
-
-
-# --- comparing ------------------------------------------------------------------------------------
-
-# Functions of MBPP+ whose result has no order, and those that may return a match for True.
-COMPARED_AS_SETS = {
-    "similar_elements", "find_char_long", "common_in_nested_lists", "extract_singly", "larg_nnum",
-    "intersection_array", "find_dissimilar", "Diff",
-}
-COMPARED_AS_FOUND = {"check_str", "text_match_three", "text_starta_endb"}
-FLOAT_TOLERANCE = 1e-6  # absolute, where floats are expected
-RELATIVE_TOLERANCE = 1e-7
-
-
-def is_right(item, arguments, expected, output):
-    """Tell whether a call gave what it should."""
-    try:
-        return bool(_is_right(item, arguments, expected, output))
-    except Exception:  # values of a model's program may have any type and size
-        return False
-
-
-def _is_right(item, arguments, expected, output):
-    if item.task == "humaneval_plus" and item.entry_point == "find_zero":
-        value = sum(factor * math.pow(output, i) for i, factor in enumerate(arguments[0]))
-        return abs(value) <= item.tolerance
-    is_equal = output == expected
-    if item.task == "mbpp_plus":
-        if item.entry_point in COMPARED_AS_FOUND and not isinstance(output, bool):
-            # a reference says whether it found something, or returns what it found
-            is_found = expected if isinstance(expected, bool) else expected is not None
-            is_equal = (output is not None) == is_found
-        elif item.entry_point == "surface_Area":
-            is_equal = is_equal or abs(output - pyramid_area(*arguments)) <= item.tolerance
-        elif item.entry_point == "digit_distance_nums":
-            is_equal = is_equal or output == padded_digit_distance(*arguments)
-    if is_equal:
-        return True
-    tolerance = item.tolerance or (FLOAT_TOLERANCE if are_floats(expected) else 0)
-    if not tolerance or type(output) is not type(expected):
-        return False
-    if isinstance(expected, (list, tuple)) and len(output) != len(expected):
-        return False
-    return np.allclose(output, expected, rtol=RELATIVE_TOLERANCE, atol=tolerance)
-
-
-def are_floats(value):
-    """Tell whether a value is a float, or a list or tuple of nothing else."""
-    if isinstance(value, (list, tuple)):
-        return bool(value) and all(isinstance(entry, float) for entry in value)
-    return isinstance(value, float)
-
-
-def pyramid_area(base_edge, height):
-    """Return the rounded surface of a square pyramid of this height, which some solutions read."""
-    slant_height = math.hypot(base_edge / 2, height)
-    return round(base_edge**2 + 2 * base_edge * slant_height)
-
-
-def padded_digit_distance(first, second):
-    """Return the sum of differences of digits, the shorter number filled up with zeros."""
-    digits = max(len(str(first)), len(str(second)))
-    pairs = zip(str(first).zfill(digits), str(second).zfill(digits))
-    return sum(abs(int(a) - int(b)) for a, b in pairs)
-
-
-# --- judging --------------------------------------------------------------------------------------
-
-
-@dataclass
-class Verdict:
-    """Hold what became of an answer.
-
-    Attributes:
-        passes: all tests; passes_base: those without the plus.
-        reason: "right", "wrong", "timeout", or what failed.
-    """
-
-    passes: bool
-    passes_base: bool
-    reason: str
+def passes(program, unsafe=False):
+    """Tell whether a program runs to its end in the sandbox."""
+    end = secrets.token_hex(16)
+    result = sandbox.run(f"{RUNNER}\nprint({end!r})", program, SECONDS, MEMORY_MIB,
+                         output_mib=OUTPUT_MIB, unsafe=unsafe)
+    return result.status == "ok" and end in result.stdout
 
 
 class CodeJudge:
-    """Judge answers to CodeItems; what is expected of them comes from the reference solutions.
+    """Stand for `code_eval`: collect programs, and tell pass@k of those that were run.
 
     Attributes:
         unsafe: run programs without a sandbox.
-        expected: {item.id: Answer of its reference solution}.
+        asked: texts of programs with their tests, in order.
+        passed: {text: whether it passes}; what was not run does not.
     """
 
-    def __init__(self, unsafe=False):
+    def __init__(self, unsafe):
         self.unsafe = unsafe
-        self.expected = {}
+        self.asked = []
+        self.passed = {}
 
-    @cached_property
-    def workers(self):
-        """How many programs run side by side."""
+    def compute(self, references, predictions, k):
+        """Return ({"pass@k": mean over items},), as `code_eval` does.
+
+        Args:
+            references: text of the tests of each item.
+            predictions: texts of programs for each item.
+            k: numbers of draws.
+        """
+        means = dict.fromkeys((f"pass@{draws}" for draws in k), 0.0)
+        for tests, programs in zip(references, predictions, strict=True):
+            texts = [f"{program}\n{tests}" for program in programs]
+            self.asked += texts
+            num_right = sum(self.passed.get(text, False) for text in texts)
+            for draws in k:
+                means[f"pass@{draws}"] += pass_at(draws, len(texts), num_right) / len(references)
+        return (means,)
+
+    def run(self, stop, programs):
+        """Return whether each program passes; several run at a time.
+
+        Args:
+            stop: () -> give up, by a GaveUp.
+        """
+
+        def outcome(program):
+            if stop():
+                raise GaveUp
+            return passes(program, self.unsafe)
+
         # torchrun's name, then DeepSpeed's
         ranks_of_node = os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE") or 1
-        return min(max((os.cpu_count() or 1) // int(ranks_of_node), 1), MOST_WORKERS)
+        workers = min(max((os.cpu_count() or 1) // int(ranks_of_node), 1), MOST_WORKERS)
+        with ThreadPoolExecutor(workers) as pool:
+            return list(pool.map(outcome, programs))
 
-    def map(self, function, *items):
-        """Return [function(item)], several at a time; what a program takes is not this process."""
-        with ThreadPoolExecutor(self.workers) as pool:
-            return list(pool.map(function, *items))
 
-    def prepare(self, items):
-        """Run the reference solutions of some items.
+@contextmanager
+def judged_by(judge):
+    """Let tasks that are loaded in this block find a CodeJudge in place of `code_eval`."""
+    modules = {"evaluate": SimpleNamespace(load=lambda name: judge)}
+    for _, folder, _ in CODE_NAMES.values():  # which would keep what they had loaded before
+        modules[f"lm_eval.tasks.{folder}.utils"] = None
+    before = {name: sys.modules.pop(name, None) for name in modules}
+    sys.modules["evaluate"] = modules["evaluate"]
+    try:
+        yield
+    finally:
+        for name, module in before.items():
+            sys.modules.pop(name, None)
+            if module is not None:
+                sys.modules[name] = module
 
-        Raises:
-            ValueError: one of them fails, so the data are damaged.
-        """
-        answers = self.map(lambda item: call(
-            item, item.reference, REFERENCE_SECONDS, self.unsafe, is_whole=True), items)
-        for item, answer in zip(items, answers):
-            if len(answer.outputs) != len(item.inputs) or answer.seconds is None:
-                raise ValueError(f"{item.task}, {item.id}: its reference solution fails "
-                                 f"({answer.error or answer.status})")
-            self.expected[item.id] = answer
 
-    def verdict(self, item, text):
-        """Return the Verdict of what a model wrote behind an item's prompt."""
-        reference = self.expected[item.id]
-        seconds = max(LEAST_SECONDS, math.ceil(TIMES_REFERENCE * reference.seconds))
-        answer = call(item, item.prompt + text, seconds, self.unsafe)
-        num_right = 0
-        for arguments, expected, output in zip(item.inputs, reference.outputs, answer.outputs):
-            if not is_right(item, arguments, expected, output):
-                break
-            num_right += 1
-        passes = num_right == len(item.inputs)
-        reason = "right" if passes else "wrong"
-        if answer.status == "timeout":
-            reason = "timeout"
-        elif num_right == len(answer.outputs) and not passes:
-            reason = answer.error or answer.status
-        return Verdict(passes, num_right >= item.num_base, reason)
+def prepare_task(name, task, options):
+    """Let a code task of the harness have as many answers as the options say.
+
+    Args:
+        name: key of CODE_NAMES.
+        task: of the harness.
+        options: TaskOptions.
+    """
+    task.set_config(key="repeats", value=options.samples)
+    if options.temperature:
+        draws = {"do_sample": True, "temperature": options.temperature}
+        task.set_config(key="generation_kwargs", value=draws, update=True)
+    if name == "humaneval_plus":
+        task._metric_fn_kwargs["pass_at_k"]["k"] = ks_of(options.samples)
+    else:  # the harness would judge the first answer alone
+        from lm_eval.filters import build_filter_ensemble
+
+        steps = [["take_first_k", {"k": options.samples}]]
+        task._filters = [build_filter_ensemble("none", steps)]
+
+
+def check_sandbox(name, unsafe):
+    """Raise a ValueError where programs cannot be run in a sandbox and may not without one."""
+    reason = None if unsafe else sandbox.why_unavailable()
+    if reason:
+        raise ValueError(f"{name} runs what the model writes: {reason}; or allow it to do all that "
+                         "you can, with --allow_unsafe_code")
 
 
 def pass_at(k, num_answers, num_right):

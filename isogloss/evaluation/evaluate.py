@@ -16,7 +16,7 @@ from isogloss.job.counts import Sums, global_sums, mean_of
 from isogloss.job.layout import SequenceGroup
 from isogloss.losses import at_least_float32, find_chunks, next_token_cross_entropy
 from isogloss.objective.loss_table import DistillationLoss
-from isogloss.targets import SpellingIds, ask_of_student
+from isogloss.targets import SpellingIds
 from isogloss.teachers.protocol import BLOCK
 from isogloss.tiles import LogitsSource, TeacherBlocks
 
@@ -267,7 +267,6 @@ def evaluate(batches, student, setups, sequence_group=None):
     totals = torch.tensor(empty.numbers(), dtype=torch.float64)
     batches = iter(batches)
     while group := list(itertools.islice(batches, student.batches_at_once)):
-        ask_of_student(setups, student, group)
         terms = [evaluation_terms(batch, setups, sequence_group) for batch in group]
         # inside the model's forward pass, because that is where ZeRO-3 gathers the head
         for sums in student.reduce([batch.student for batch in group], terms):

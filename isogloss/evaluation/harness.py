@@ -10,7 +10,7 @@ import hashlib
 import logging
 import math
 import os
-from contextlib import contextmanager, redirect_stderr, redirect_stdout, suppress
+from contextlib import contextmanager, nullcontext, redirect_stderr, redirect_stdout, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -19,6 +19,13 @@ from unittest import mock
 import datasets
 import numpy as np
 
+from isogloss.evaluation.code_tasks import (
+    CODE_NAMES,
+    CodeJudge,
+    check_sandbox,
+    judged_by,
+    prepare_task,
+)
 from isogloss.evaluation.task_model import GaveUp, Request, TaskEncoder, score, write_answers
 from isogloss.job.rendezvous import values_of_ranks
 
@@ -30,6 +37,7 @@ NAMES = {
     "mmlu_continuation": ("mmlu_continuation", "mmlu/continuation", "cais/mmlu"),
     "lambada": ("lambada_openai", "lambada", "EleutherAI/lambada_openai"),
     "gsm8k": ("gsm8k", "gsm8k", "openai/gsm8k"),
+    **CODE_NAMES,
 }
 SHOT_SEED = 1234  # of the harness
 NUM_RESAMPLED = 100  # for standard errors of what is no mean
@@ -43,10 +51,12 @@ class HarnessTask:
     Attributes:
         name: as in --eval_tasks.
         loaded: what its TaskManager loads.
+        judge: CodeJudge of a task whose answers are programs, or None.
     """
 
     name: str
     loaded: dict
+    judge: CodeJudge | None = None
 
     @property
     def writes(self):
@@ -67,9 +77,13 @@ def load_harness_task(name, options):
         options: TaskOptions.  In its folder lie copies of the data sets of NAMES as the hub has
             them, and YAML files of further tasks, which come first.
     Raises:
-        ValueError: no lm_eval, no such task, a task that runs code, data that cannot be loaded, or
-            not so many worked examples.
+        ValueError: no lm_eval, no such task, a task that runs code, or no sandbox for one of
+            CODE_NAMES, data that cannot be loaded, or not so many worked examples.
     """
+    judge = None
+    if name in CODE_NAMES:
+        check_sandbox(name, options.allow_unsafe_code)
+        judge = CodeJudge(options.allow_unsafe_code)
     try:
         from lm_eval import tasks
     except ImportError:
@@ -90,7 +104,8 @@ def load_harness_task(name, options):
         path = _local_copy(name, options.data)
         other_data = {"dataset_path": path, "dataset_kwargs": {"cache_dir": _cache_of(path)}}
     try:
-        with code_of_others(options.trust_remote_code):
+        with code_of_others(options.trust_remote_code), (
+                judged_by(judge) if judge else nullcontext()):
             # what `load` does by itself for a name; for a dict it knows no members of a group
             built = manager._factory.build(
                 manager.task_index[of_harness], overrides=other_data, registry=manager.task_index)
@@ -102,14 +117,16 @@ def load_harness_task(name, options):
         raise ValueError(f"{name}: its data cannot be loaded: {type(error).__name__}: {reason}"
                          ) from None
     for task_name, task in loaded["tasks"].items():
-        if getattr(task, "UNSAFE_CODE", False):
+        if judge:
+            prepare_task(name, task, options)
+        elif getattr(task, "UNSAFE_CODE", False):
             raise ValueError(f"{name}: {task_name} runs what the student writes inside of this "
                              "job, where it could do anything; expected a task without code, or "
                              "humaneval_plus or mbpp_plus, which have a sandbox")
-        if options.shots >= 0:
+        if options.shots >= 0 and not judge:
             task.set_config(key="num_fewshot", value=options.shots)
         _try_to_ask(name, task_name, task)
-    return HarnessTask(name, loaded)
+    return HarnessTask(name, loaded, judge)
 
 
 class UntrustedCode(Exception):
@@ -189,6 +206,7 @@ class Answers:
         options: TaskOptions.
         rank, size: this rank and how many there are.
         agree: as of `task_model.score`.
+        stop: () -> this rank is to give up; asked while programs are run.
     """
 
     model: object
@@ -197,6 +215,7 @@ class Answers:
     rank: int = 0
     size: int = 1
     agree: object = bool
+    stop: object = bool
 
     def loglikelihoods(self, pairs):
         """Return (log p, is greedy) of each (context, continuation)."""
@@ -222,6 +241,11 @@ class Answers:
             for number, text in zip(numbers, self._answered(write, of_temperature)):
                 answers[number] = text
         return answers
+
+    def outcomes(self, judge):
+        """Return {program: whether it passes} of what a CodeJudge was asked."""
+        programs = list(dict.fromkeys(judge.asked))
+        return dict(zip(programs, self._answered(partial(judge.run, self.stop), programs)))
 
     def _answered(self, answer, requests):
         """Return the answers of all ranks in the order of the requests."""
@@ -275,7 +299,7 @@ def _check_finite(logp):
 
 @dataclass
 class Written:
-    """Ask for a text: `prompt`, `stops` and `max_new_tokens` as of CodeItem."""
+    """Ask for a text that ends before one of `stops`, or after so many tokens."""
 
     prompt: str
     stops: list
@@ -290,9 +314,15 @@ def run_harness_task(task, answers):
     for of_harness in task.loaded["tasks"].values():
         of_harness.set_fewshot_seed(SHOT_SEED)  # the same examples on all ranks, and every time
     os.environ["DISABLE_MULTIPROC"] = "1"  # a job of many threads must not be forked
+    run = partial(evaluate, _language_model(answers), task.loaded, bootstrap_iters=NUM_RESAMPLED,
+                  limit=answers.options.limit or None, confirm_run_unsafe_code=True)
+    if task.judge:
+        task.judge.asked.clear()
     with output_silenced():
-        results = evaluate(_language_model(answers), task.loaded, bootstrap_iters=NUM_RESAMPLED,
-                           limit=answers.options.limit or None)
+        results = run()
+        if task.judge and task.judge.asked:  # the second time its programs have been run
+            task.judge.passed = answers.outcomes(task.judge)
+            results = run()
     metrics = {}
     for name, of_task in results["results"].items():
         if task.name in NAMES and name != NAMES[task.name][0]:
@@ -301,7 +331,7 @@ def run_harness_task(task, answers):
             metric, _, rule = key.partition(",")
             if not isinstance(value, (int, float)) or metric == "sample_len":
                 continue
-            if rule not in ("none", ""):
+            if rule not in ("none", "", "create_test"):
                 is_error = metric.endswith("_stderr")
                 metric = f"{metric.removesuffix('_stderr')}_{rule}" + "_stderr" * is_error
             metrics[f"{task.shown(name)}_{metric}"] = float(value)
@@ -317,10 +347,14 @@ def _record(task, sample):
     metrics = {key: sample[key] for key in sample["metrics"]}
     metrics = {key: value for key, value in metrics.items()
                if isinstance(value, (bool, int, float, str))}
-    is_right = metrics.get("acc", metrics.get("exact_match"))
-    if is_right is not None:
+    rules = [key for key in ("acc", "exact_match", "pass@1", "pass_at_1") if key in metrics]
+    if rules:
+        is_right = metrics[rules[0]]  # of programs: some of them are
         record["verdict"] = "right" if is_right else "wrong"
-    if isinstance(answers[0], (tuple, list)):
+    if rules and rules[0].startswith("pass"):
+        texts = sample["resps"][0]
+        record |= {"prediction": None, "answer": texts if len(texts) > 1 else texts[0]}
+    elif isinstance(answers[0], (tuple, list)):
         nats = [-float(logp) for logp, _ in answers]
         chosen = nats.index(min(nats))
         text = sample["arguments"][chosen][1].strip()
@@ -337,7 +371,9 @@ def _language_model(answers):
     from lm_eval.api.model import LM
 
     class Model(LM):
-        """Pass the harness' requests on."""
+        """Pass the harness' requests on; of code it asks twice."""
+
+        texts = ()
 
         def loglikelihood(self, requests):
             pairs = [request.args for request in requests]
@@ -347,8 +383,9 @@ def _language_model(answers):
             return answers.rolling([request.args[0] for request in requests])
 
         def generate_until(self, requests):
-            return answers.texts([
+            self.texts = self.texts or answers.texts([
                 _written(*request.args, answers.options.max_new_tokens) for request in requests])
+            return self.texts
 
     return Model()
 

@@ -95,3 +95,13 @@ def _ids_by_spelling(table):
         if spelled:
             ids[bool(table.special[token]), spelled] = token
     return ids
+
+
+def plan_speculation(teachers, student, device):
+    """Let evaluations measure how good a draft of each teacher the student is."""
+    for setup in teachers:
+        if setup.spec.is_truncated:
+            raise ValueError(f"--eval_draft with the teacher {setup.name}: of which some tokens "
+                             "are kept, and it is about all of its tokens; keep hidden states, or "
+                             "leave it out")
+        setup.speculation = Speculation.of(student.table, setup.encoder.table, device)

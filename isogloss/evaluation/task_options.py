@@ -18,7 +18,7 @@ class TaskOptions:
     limit: int = shared(Config, "eval_task_limit")
     batch_size: int = shared(Config, "eval_task_batch")
     max_new_tokens: int = flag(
-        0, "of a written answer; 0: as many as its task is made for, of GSM8K 256, of code 768.",
+        0, "of a written answer; 0: as many as its task is made for, of GSM8K 256.",
         low=0, high=2**20)
     samples: int = shared(Config, "eval_task_samples")
     temperature: float = shared(Config, "eval_task_temperature")

@@ -1,4 +1,4 @@
-"""Judge a model by tasks of our own and of lm-evaluation-harness: what --eval_tasks names.
+"""Judge a model by tasks of lm-evaluation-harness: what --eval_tasks names.
 
 Tests: tests/test_task_suite.py.
 """
@@ -12,12 +12,12 @@ from pathlib import Path
 
 import numpy as np
 import torch
+import torch.distributed as dist
 
+from isogloss.data.ends import stop_ids
 from isogloss.evaluation import harness
-from isogloss.evaluation.code_tasks import FILES as CODE_TASKS
 from isogloss.evaluation.task_model import GaveUp, TaskEncoder, evaluation_mode
 from isogloss.evaluation.task_options import TaskOptions
-from isogloss.evaluation.tasks import load_code_task, run_code_task
 from isogloss.student.whole_student import lend
 
 
@@ -26,7 +26,7 @@ class TaskSuite:
     """Hold tasks that are ready to run.
 
     Attributes:
-        tasks: HarnessTasks, and CodeTasks with this rank's items.
+        tasks: HarnessTasks.
         encoder: TaskEncoder of the model.
         options: TaskOptions.
         rank, size: this rank and how many there are.
@@ -40,16 +40,15 @@ class TaskSuite:
 
     @property
     def writes(self):
-        return any(not isinstance(task, harness.HarnessTask) or task.writes for task in self.tasks)
+        return any(task.writes for task in self.tasks)
 
-    def run(self, model, sums, agree=bool, stop=lambda: False):
+    def run(self, model, agree=bool, stop=lambda: False):
         """Return (metrics, records of this rank's items); all ranks take part.
 
         The model's mode, its gradients and all random states stay as they are.
 
         Args:
             model: causal language model of transformers.
-            sums: (n,) numbers -> their sums over all ranks.
             agree: (this rank has work) -> it has to run the model; see `rollout.write`.
             stop: () -> this rank is to give up.  If any rank does, metrics and records are empty.
         """
@@ -61,14 +60,10 @@ class TaskSuite:
 
         metrics = {}
         records = []
-        answers = harness.Answers(model, self.encoder, self.options, self.rank, self.size, goes_on)
+        answers = harness.Answers(model, self.encoder, self.options, self.rank, self.size, goes_on,
+                                  stop)
         for task in self.tasks:
-            if isinstance(task, harness.HarnessTask):
-                of_task, of_items = self._run_harness_task(task, answers)
-            else:
-                of_task, of_items = run_code_task(
-                    task, model, self.encoder, self.options, agree=goes_on, sums=sums,
-                    bar=self.rank == 0, stop=stop)
+            of_task, of_items = self._run_harness_task(task, answers)
             if not of_task:
                 return {}, []
             metrics |= of_task
@@ -110,12 +105,12 @@ def load_suite(names, options, encoder, rank=0, size=1):
         encoder: TaskEncoder of the model.
         rank, size: item i belongs to rank i mod size.
     Raises:
-        ValueError: an unknown name, or one twice; see `load_code_task` and `load_harness_task`.
+        ValueError: an unknown name, or one twice; see `load_harness_task`.
     """
     if options.data and not Path(options.data).is_dir():
         raise ValueError(f"the data folder {options.data} does not exist; expected a folder with "
                          "files of the tasks, or none for the hub")
-    known = [*harness.NAMES, *CODE_TASKS]
+    known = list(harness.NAMES)
     for number, name in enumerate(names):
         if name not in known and not name.startswith(harness.PREFIX):
             near = difflib.get_close_matches(name, known, 1)
@@ -126,12 +121,28 @@ def load_suite(names, options, encoder, rank=0, size=1):
             raise ValueError(f"task {name} is named twice; name it once")
     tasks = []
     for name in names:
-        if name in CODE_TASKS:
-            tasks.append(load_code_task(name, options, rank, size))
-            continue
         with random_states_restored():
             tasks.append(harness.load_harness_task(name, options))
     return TaskSuite(tasks, encoder, options, rank, size)
+
+
+def load_student_tasks(cfg, student, config):
+    """Return the TaskSuite of --eval_tasks.
+
+    Args:
+        student: TextEncoder; config: of the student.
+    """
+    try:
+        options = TaskOptions(
+            data=cfg.eval_task_data, shots=cfg.eval_task_shots, limit=cfg.eval_task_limit,
+            batch_size=cfg.eval_task_batch, samples=cfg.eval_task_samples,
+            temperature=cfg.eval_task_temperature, seed=cfg.seed,
+            allow_unsafe_code=cfg.allow_unsafe_code, trust_remote_code=cfg.trust_remote_code)
+        encoder = TaskEncoder(student.tokenizer, config, stop_ids(student))
+        return load_suite(cfg.eval_tasks.split(","), options, encoder, rank=dist.get_rank(),
+                          size=dist.get_world_size())
+    except ValueError as error:
+        raise ValueError(f"--eval_tasks {cfg.eval_tasks}: {error}") from None
 
 
 def prepare(state, inputs, stack):

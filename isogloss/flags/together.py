@@ -74,11 +74,9 @@ def check_idle(cfg):
     groups = groups_of(type(cfg))
     idle = [
         ("projection_learning_rate", ["learn_projection"], "is for --learn_projection; add it"),
-        *[(name, ["teachers"], "is for several teachers; list them with --teachers")
-          for name in ("teacher_weights", "normalize_by_vocab")],
-        *[(name, ["rollout_every", "writer", "rollout_command"],
-           "weighs rollouts of earlier steps, and each step has its own; add --rollout_every")
-          for name in ("ratio", "max_ratio")],
+        ("teacher_weights", ["teachers"], "is for several teachers; list them with --teachers"),
+        ("max_ratio", ["rollout_every", "writer", "rollout_command"],
+         "weighs rollouts of earlier steps, and each step has its own; add --rollout_every"),
     ]
     for name in groups["on-policy"]:
         if name not in ("on_policy", "prompt_key"):
@@ -92,10 +90,6 @@ def check_idle(cfg):
     for name in groups["evaluation tasks"]:
         idle.append((name, ["eval_tasks"], "is for --eval_tasks, which names none; add it"))
     _check_needs(cfg, idle)
-    confident = "ce", "entropy", "max_prob"
-    if is_set(cfg, "teacher_alpha") and cfg.teacher_weights not in confident:
-        raise ValueError(f"{shown(cfg, 'teacher_alpha')}: is for --teacher_weights ce, entropy or "
-                         f"max_prob, this is {cfg.teacher_weights}; leave it out")
     for name in ("eval_samples", "eval_every", "eval_draft"):
         if is_set(cfg, name) and not (cfg.holds_out or "eval_rows" in cfg.given):
             raise ValueError(f"{shown(cfg, name)}: is for held-out rows, and there are none; add "

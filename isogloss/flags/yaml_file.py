@@ -7,7 +7,7 @@
       - {model: Qwen/Qwen3-8B, tp: 4}
       - {model: google/gemma-3-4b-it, loss: alm}
 
-Numbers and truth values stay the text that they are, so that flags.py types and checks them like
+Numbers and truth values stay the text that they are, so that parse.py types and checks them like
 words of a command line; PyYAML alone would make a text of 1e-4, and a truth value of `no`.
 
 Tests: tests/test_flag_file.py.

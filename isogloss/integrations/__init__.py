@@ -38,7 +38,7 @@ from isogloss.tiles import StoredLogits, head_of
 # Flags of distill.py that mean something here.
 FLAGS = {"loss", "kd_weight", "ce_weight", "max_length", "teacher_max_length", "train_on",
          "template_kwargs", "chat_date", "aligner", "drop_images", "token_weights",
-         "token_half_life", "token_entropy"}
+         "token_half_life"}
 # {columns of a row: flags of distill.py that say so}, as TRL names them
 COLUMNS = {("messages",): {"text_key": "messages"},
            ("prompt", "completion"): {"prompt_key": "prompt", "completion_key": "completion"},
@@ -119,10 +119,7 @@ class Distillation:
             DataError: a row that holds no text, no chat, or no prompt and completion.
         """
         read = reader_of(rows[0], self.cfg)
-        return self.collate_examples([read(row) for row in rows])
-
-    def collate_examples(self, examples):
-        batch = self.collator(examples)
+        batch = self.collator([read(row) for row in rows])
         return {"labels": batch.student.labels, "batch": batch}
 
     def inputs(self, batch, device="cpu"):

@@ -1,7 +1,7 @@
-"""Learn in verl and in slime, which hand a loss the packed logits of token ids, and no rows.
+"""Learn in verl, which hands a loss the packed logits of token ids, and no rows.
 
-A row is what each model's own template renders, so it has to be known again: in verl it travels
-with the batch, in slime its prompt is looked up by the ids.  See docs/trainers.md.
+A row is what each model's own template renders, so it travels with the batch.  See
+docs/trainers.md.
 
 Shapes: B rows, S positions of the longest, T positions of all rows one after the other, V student
 vocabulary.
@@ -16,12 +16,7 @@ import torch
 from torch.nn import functional as F
 from torch.utils.data import Dataset
 
-from isogloss.data.batch_types import Example
-from isogloss.data.ends import stop_ids
-from isogloss.data.order import ExampleReader
-from isogloss.data.rollouts import Prompter, completed
 from isogloss.integrations import Distillation
-from isogloss.rollout import Completion
 
 
 def unpacked(logits_TV, texts, batch, vocab):
@@ -129,66 +124,3 @@ def verl_loss(distillation, model_output=None, data=None, dp_group=None, student
     loss, _ = distillation.loss(logits, batch, terms, data["dp_size"])
     # verl wants a number for each position: the first one is never padding
     return {"distilled": F.pad(loss[None], (0, len(logits_TV) - 1))[None]}
-
-
-def slime_loss(distillation, prompts):
-    """Return a loss for slime's --custom-loss-function-path; it needs --calculate-per-token-loss.
-
-    What the student wrote has no cross-entropy; samples without `rollout_log_probs` do.
-
-    Args:
-        distillation: `Distillation` of the student's tokenizer.
-        prompts: rows with a `prompt`, a text or messages, and maybe `tools`: all that slime has.
-    """
-    read = ExampleReader("prompt", source="prompts", tools_key="tools",
-                         filled=frozenset(["prompt", "tools"]))
-    prompter = Prompter(distillation.student, seed=0, share=1.0, samples_per_step=1,
-                        prompt_tokens=0, rollout_tokens=0)
-    known = {}
-    for row in prompts:
-        example = read(row)
-        prompt = prompter.prompt(example._replace(prompt=example.content), ())
-        known[tuple(prompt.ids.tolist())] = prompt
-
-    def loss(args, batch, logits, sum_of_sample_mean):
-        if not args.calculate_per_token_loss:
-            raise ValueError("slime needs --calculate-per-token-loss for this loss")
-        samples = zip(batch["unconcat_tokens"], batch["response_lengths"], batch["loss_masks"],
-                      batch.get("rollout_log_probs") or [None] * len(batch["loss_masks"]))
-        examples = [_answer(distillation.student, known, *sample) for sample in samples]
-        made = distillation.collate_examples(examples)
-        vocab = len(distillation.student.table)
-        total, sums = distillation.loss(
-            unpacked(logits[0], batch["unconcat_tokens"], made, vocab), made, (1, 1))
-        return total, {"loss": total.detach(), "ce": sums[0], "kd": sums[1]}
-
-    return loss
-
-
-def _answer(student, known, tokens, length, mask, logp):
-    """Return the Example of a sample: its prompt, and of what follows all up to the end of a turn.
-
-    Args:
-        known: {ids of a prompt: RolloutPrompt}.
-        tokens: (S,); length: of those the last ones that are no prompt; mask, logp: (length,).
-    """
-    tokens = tokens.cpu()
-    count = int(mask.nonzero().max()) + 1 if mask.any() else 0
-    if not count:
-        return Example(None)
-    if not mask[:count].all():
-        raise ValueError("a sample has several turns to learn, or a tool's answer between them; "
-                         "only one answer behind the prompt is known here")
-    prompt = known.get(tuple(tokens[: len(tokens) - length].tolist()))
-    if prompt is None:
-        text = student.tokenizer.decode(tokens[: len(tokens) - length])
-        raise ValueError(f"no such prompt, by its token ids: {text[:200]!r}; give slime_loss all "
-                         "of slime's, and Distillation the template_kwargs that slime renders with")
-    ids = tokens[len(tokens) - length :][:count]
-    stops = torch.isin(ids, torch.tensor(stop_ids(student))).nonzero()
-    if len(stops):
-        ids = ids[: int(stops[0]) + 1]
-    unknown = torch.zeros(len(ids))
-    rollout = completed(prompt, Completion(ids, unknown, unknown, len(stops) > 0), student)
-    rollout.logp = None if logp is None else logp[: len(ids)].cpu().float().numpy()
-    return Example(rollout)

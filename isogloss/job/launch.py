@@ -42,7 +42,7 @@ def join_job(teacher_ranks):
     What keeps it from that ends this rank with a line and exit code 2.
 
     Args:
-        teacher_ranks: of every node, see `layout.split_ranks`; 0: none is for teachers alone.
+        teacher_ranks: of every node, see `roles.split_ranks`; 0: none is for teachers alone.
     """
     with refusing(loud=is_first_of_node()):
         roles = None

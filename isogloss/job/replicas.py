@@ -42,7 +42,7 @@ class Replica:
         Args:
             run: ids -> (B, T, X) output, in which no position depends on a later one; collective
                 over the replica.
-            ids_BT: (B, T) or (2, B, T) int64, see `model.model_input`; values and shape
+            ids_BT: (B, T) or (2, B, T) int64, see `whole.model_input`; values and shape
                 differ from rank to rank.
             sequence_parallel_size: neighboring ranks with the same ids, counted from rank 0 of the
                 job.

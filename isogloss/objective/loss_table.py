@@ -10,7 +10,6 @@ from functools import partial
 import torch
 
 from isogloss import losses
-from isogloss.flags.model_names import is_address
 from isogloss.models.compiler import loss_compiler, plain
 from isogloss.nodes import Tables, with_rest
 from isogloss.projection_tools.cells import cached_translation
@@ -32,7 +31,6 @@ class DistillationLoss:
         spelling: tables from which the data workers list the nodes of a translation, or None.
         for_columns: sorted teacher columns (K,) -> the same loss_fn for teacher logits (m, K) of
             these alone; None: it needs all columns.
-        comparable_W: bool, the teacher columns that it can compare; None: all.
         coverage: (teacher logits, SubTile) -> {metric: (sum, count)}, what the loss covers, or
             None.
         coverage_names: the metrics of `coverage` that an evaluation logs.
@@ -45,7 +43,6 @@ class DistillationLoss:
     loss_fn: Callable
     spelling: Tables | None = None
     for_columns: Callable | None = None
-    comparable_W: torch.Tensor | None = None
     coverage: Callable | None = None
     coverage_names: tuple = ()
     indices_VK: torch.Tensor | None = None
@@ -91,7 +88,7 @@ def build_divergence(cfg, pair, device, has_rest=False, *, divergence, flag_of):
     parameters = {name: getattr(cfg, flag) for name, flag in flag_of.items()}
     compiler = loss_compiler(cfg.loss_backend, torch.device(device).type)
     are_equal = pair.fingerprints[0] == pair.fingerprints[1]
-    if has_rest and cfg.follows_student and not (are_equal and is_address(cfg.teacher)):
+    if has_rest and cfg.follows_student:
         raise ValueError("--loss_topk_of student: of this teacher the tokens that it finds likely "
                          "are kept; keep hidden states, or leave it out")
     if are_equal:
@@ -237,6 +234,8 @@ def divergence_loss(divergence, live_copies=DEFAULT_COPIES, **flag_of):
                     linear_unless=linear_unless, live_copies=live_copies)
 
 
+# {--token_weights: the flags that it reads}
+FLAGS_OF_WEIGHTS = {"early": ["token_half_life"], "column": ["weight_key"]}
 # of the losses that compare common tokens by KL and the rest by rank
 COMMON_FLAGS = "temperature", "projection", "uncommon_topk", "chunk_average", "reverse_kl"
 
@@ -244,8 +243,7 @@ LOSSES: dict[str, LossSpec] = {
     "piece_kl": divergence_loss(losses.forward_kl, 6.3),
     "projection_kl": LossSpec(
         projected("build_projection_kl"), "projection",
-        ("temperature", "projection", "projection_topk", "projection_columns", "chunk_average",
-         "reverse_kl"),
+        ("temperature", "projection", "projection_topk", "chunk_average", "reverse_kl"),
         columns=True, truncated="softened", linear_unless="reverse_kl", live_copies=4.2),
     "gold": LossSpec(projected("build_gold"), "projection", COMMON_FLAGS, live_copies=6.4),
     "h_kl": LossSpec(
@@ -254,7 +252,7 @@ LOSSES: dict[str, LossSpec] = {
     "hybrid_uld": LossSpec(
         projected("build_hybrid_uld"), "projection",
         ("temperature", "projection", "matched_weight")),
-    "alm": per_chunk(losses.alm, "text", live_copies=2.2, mode="alm_mode"),
+    "alm": per_chunk(losses.alm, "text", live_copies=2.2),
     "forward_kl": divergence_loss(losses.forward_kl, 6.3),
     "reverse_kl": divergence_loss(losses.reverse_kl, 6.7),
     "generalized_jsd": divergence_loss(losses.generalized_jsd, 7.4, beta="jsd_beta"),
@@ -268,11 +266,7 @@ LOSSES: dict[str, LossSpec] = {
 def flags_of_teacher(cfg):
     """Return the flags that the only teacher of a run and its loss read, of those of teachers."""
     kind = cfg.teacher_kind
-    flags = set(LOSSES[cfg.loss].flags)
-    if cfg.token_weights:
-        from isogloss.objective.token_weights import FLAGS
-
-        flags.update(FLAGS[cfg.token_weights])
+    flags = {*LOSSES[cfg.loss].flags, *FLAGS_OF_WEIGHTS.get(cfg.token_weights, ())}
     if not cfg.loss_topk:
         flags.discard("loss_topk_of")
     if kind.has_weights:
@@ -301,14 +295,6 @@ def build_loss(cfg, student, teacher, device, has_rest=False):
     pair = Pair.of(student.tokenizer, teacher.tokenizer, names, tables)
     spec = LOSSES[cfg.loss]
     loss = spec.build(cfg, pair, device, has_rest)
-    if cfg.token_weights in ("sure", "unsure"):
-        from isogloss.objective.token_weights import weighed_by_entropy
-
-        if has_rest:
-            raise ValueError(f"--token_weights {cfg.token_weights}: an entropy is of all of the "
-                             "teacher's tokens, and of this teacher some are kept; keep hidden "
-                             "states")
-        loss = weighed_by_entropy(loss, cfg.token_weights, cfg.token_entropy)
     if cfg.temperature == 1 and not has_rest:
         loss.live_copies = spec.live_copies
     return loss

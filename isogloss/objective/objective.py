@@ -15,7 +15,6 @@ from isogloss.job.counts import TermSums
 from isogloss.job.layout import SequenceGroup
 from isogloss.losses import next_token_cross_entropy
 from isogloss.tiles import (
-    GradientWindow,
     HiddenLogits,
     LogitsSource,
     LossPart,
@@ -73,7 +72,6 @@ class LossTerms:
         tiles: for the cross-entropy where there is no teacher, else None.
         sequence_group: ranks that hold the other shards of the sequences, or None.
         parameters: what the loss trains beside the student's model.
-        window: adds up the gradient of the head over the micro-batches of a step, or None.
         balance: `router.RouterBalance`, or None.
         dump: is given, for each teacher, the (positions, losses) of `PairLoss.position_losses`; or
             None.
@@ -84,7 +82,6 @@ class LossTerms:
     tiles: list | None = None
     sequence_group: SequenceGroup | None = None
     parameters: list = ()
-    window: GradientWindow | None = None
     balance: object = None
     dump: Callable | None = None
 
@@ -95,22 +92,6 @@ class LossTerms:
         """Return (loss, sums) with the loss of the routers, whose logits were heard."""
         loss, sums = reduced
         return loss + self.balance.loss(heard, is_text), sums
-
-
-def in_windows(terms, window_ends):
-    """Yield the LossTerms of the micro-batches of a step; a GradientWindow spans several of them.
-
-    Each is to be computed, and its backward pass run, before the next one is asked for.
-
-    Args:
-        terms: an iterable of LossTerms.
-        window_ends: bool for each micro-batch, whether autograd gets the head's gradient there.
-    """
-    window = GradientWindow()
-    for of_batch, ends in zip(terms, window_ends):
-        window.hands_over = ends
-        of_batch.window = window
-        yield of_batch
 
 
 def micro_batch_loss(student_logits, terms):
@@ -125,7 +106,7 @@ def micro_batch_loss(student_logits, terms):
         tiles carry the cross-entropy: the text is learned once.
     """
     if not terms.teachers:  # the text alone
-        loss, sums = text_loss(student_logits, terms.tiles, terms.ce_weight, terms.window)
+        loss, sums = text_loss(student_logits, terms.tiles, terms.ce_weight)
         return torch.stack([loss]).sum(), torch.stack([sums])
     sources = []
     parts = []
@@ -142,7 +123,7 @@ def micro_batch_loss(student_logits, terms):
                               weights))
     if isinstance(student_logits, HiddenLogits):
         # together: the gradient of the head exists once, however many teachers there are
-        loss, sums = tiled_losses(student_logits.head, parts, terms.parameters, terms.window)
+        loss, sums = tiled_losses(student_logits.head, parts, terms.parameters)
     else:
         losses, sums = zip(*map(untiled_part, sources, parts))
         loss = torch.stack(losses).sum()
@@ -155,18 +136,17 @@ def untiled_part(source, part):
     return untiled_loss(source, part.teacher_logits, part.tile_loss, part.tiles, part.weights)
 
 
-def text_loss(student_logits, tiles, weight, window=None):
+def text_loss(student_logits, tiles, weight):
     """Compute the cross-entropy over some tiles; returns (loss, sums), see `micro_batch_loss`.
 
     Args:
         student_logits: HiddenLogits or StoredLogits.
-        window: see LossTerms.
     """
     weights = [weight, 0.0, *UNWEIGHTED]
     tile_loss = PairLoss(None, weights[:2])
     if isinstance(student_logits, HiddenLogits):
         part = LossPart(student_logits.hidden_TH, None, tile_loss, tiles, weights)
-        loss, [sums] = tiled_losses(student_logits.head, [part], (), window)
+        loss, [sums] = tiled_losses(student_logits.head, [part])
         return loss, sums
     return untiled_loss(student_logits, None, tile_loss, tiles, weights)
 

@@ -63,8 +63,8 @@ def build_projection_kl(cfg, pair, device, has_rest=False):
         raise ValueError("--projection: no student token maps to a token of the teacher; build it "
                          "for these two models")
 
-    def compare(listed, kept_K):
-        """Return the loss of the columns kept_K of the logits; None: of all that these have."""
+    def compare(listed):
+        """Return the loss of all columns that the logits have."""
 
         def loss_fn(student_logits, teacher_logits, sub_tile, observe=None):
             entries = listed
@@ -74,7 +74,7 @@ def build_projection_kl(cfg, pair, device, has_rest=False):
             ids = batch_of_one(sub_tile)
             return losses.projection_kl(
                 student_logits[None], teacher_logits[None], ids.student_chunk, ids.teacher_chunk,
-                indices, likelihoods, kept_K=kept_K, temperature=cfg.temperature,
+                indices, likelihoods, temperature=cfg.temperature,
                 chunk_average=cfg.chunk_average, reverse=cfg.reverse_kl, weight_BS=ids.weight,
                 entries=entries, chunks=sub_tile.terms, has_rest=has_rest, observe=observe)[0]
 
@@ -82,19 +82,15 @@ def build_projection_kl(cfg, pair, device, has_rest=False):
 
     def for_columns(kept_K):
         # once per step, not once per sub-tile: it goes through all V * K entries
-        return compare(losses.projection_entries(indices, source, num_tokens, kept_K), None)
+        return compare(losses.projection_entries(indices, source, num_tokens, kept_K))
 
     def coverage(teacher_logits, sub_tile):
         mass_T = losses.at_least_float32(teacher_logits[sub_tile.teacher_chunk >= 0]).softmax(-1)
         of_tokens = mass_T[:, : len(reachable_W)]  # what a rest holds is not known
         return {"unreachable_mass": (of_tokens[:, ~reachable_W].sum(), len(mass_T))}
 
-    kept_K = None
-    if cfg.projection_columns == "reachable" and not reachable_W.all():
-        kept_K = reachable_W.nonzero().squeeze(1)
     return DistillationLoss(
-        compare(losses.projection_entries(indices, source, num_tokens, kept_K), kept_K),
-        for_columns=for_columns, comparable_W=None if kept_K is None else reachable_W,
+        compare(losses.projection_entries(indices, source, num_tokens)), for_columns=for_columns,
         coverage=coverage, coverage_names=("unreachable_mass",), indices_VK=indices,
         learned_projection=learned, is_observed=True)
 

@@ -1,13 +1,17 @@
 """Write what runs did as one HTML file, which needs no network.
 
-    python -m isogloss.report runs/a [runs/b ...] [--output report.html]
+    python -m isogloss.report runs/a [runs/b ...] [--output report.html] [--png curves.png]
 
 Curves and tables come from metrics.jsonl, samples from samples.jsonl, the setting from run.json.
+A metric is a key of metrics.jsonl, or the end of one: `student_bits_per_byte` finds
+`eval/student_bits_per_byte`, and `kd` finds `kd`, or with several teachers `kd/A` and `kd/B`, each
+in a panel of its own.  Of a run's name the part is shown that differs.
+
 Of the first run the student (--student, else its export) and its teacher read held-out rows again:
 each chunk of the text is colored by whom it surprises more, and says on hover what both expected.
 What cannot be read or loaded is left out of the page; a line and a note in its place say why.
 
-Tests: tests/test_report.py.
+Tests: tests/test_report.py, tests/test_curves.py.
 """
 
 import base64
@@ -27,17 +31,25 @@ from isogloss.command import check_output as check_writable
 from isogloss.config import configs_by_teacher
 from isogloss.curves import DEFAULT, available, panels_of, picture, read_run
 from isogloss.flags.model_names import without_secrets
-from isogloss.flags.parse import check_flags, check_output, flag, line_about
+from isogloss.flags.parse import (
+    check_flags,
+    check_output,
+    expanded,
+    flag,
+    line_about,
+    parse_flags,
+    refusing,
+)
 from isogloss.flags.terminal import one_line
 from isogloss.inputs import load_data
 from isogloss.integrations import FLAGS, Distillation
 from isogloss.job.files import write_atomically
 from isogloss.job.launch import silence_libraries
 from isogloss.models.pretrained import load_config, load_model
-from isogloss.plot import run_on_folders, short_names
 from isogloss.projection_tools.tokenizers import load_tokenizer, reason_of
 from isogloss.report.text import pieces_of
 
+PICTURES = ".png", ".svg", ".pdf"
 FULL = 4.0  # bits of difference that have the full color
 STRONG = 2.0  # those that are bold or slanted where a page has no colors
 STYLE = """
@@ -66,6 +78,10 @@ class Args:
     """Write a page about runs, named before the flags: python -m isogloss.report runs/a runs/b."""
 
     output: str = flag("report.html", "file to write.")
+    metrics: str = flag(
+        DEFAULT, "whose curves are drawn, of docs/evaluate.md, or the ends of names, with commas.")
+    png: str = flag(
+        "", "picture of the curves to write, too, .png, .svg or .pdf; empty: none.")
     student: str = flag("", "directory of the student that reads held-out rows. Empty: what the "
                         "first run has exported.")
     rows: int = flag(3, "held-out rows to color. 0: none, and no model is loaded.", low=0, high=999)
@@ -74,6 +90,9 @@ class Args:
 
     def __post_init__(self):
         check_flags(self)
+        if self.png and not self.png.endswith(PICTURES):
+            raise ValueError(f"--png {self.png}: expected a name that ends in "
+                             f"{', '.join(PICTURES)}")
         if not re.fullmatch(r"auto|cpu|cuda(:\d{1,3})?", self.device):
             raise ValueError(f"--device {self.device}: expected cpu, cuda or auto")
         if self.device.startswith("cuda"):
@@ -86,6 +105,7 @@ def main(folders, args):
     """Write the page."""
     silence_libraries()
     check_output(args.output)
+    check_output(args.png)
     check_writable(Path(args.output))
     if args.student and not is_model(args.student):
         raise ValueError(f"--student {args.student}: no model there")
@@ -115,7 +135,7 @@ def sections_of(folders, args):
             if not any(folder.glob("run*.json")):  # it is no run
                 raise
             sections.append(absent(f"results and curves of {name}", error))
-    sections += [part("table of results", table_of_runs, runs), part("curves", curves, runs)]
+    sections += [part("table of results", table_of_runs, runs), part("curves", curves, runs, args)]
     name, folder = next(iter(folders.items()))
     step = runs[name][-1]["step"] if runs[name] else None
     try:
@@ -166,11 +186,17 @@ def table_of_runs(runs):
     return f"<h2>Held-out results</h2>{table(rows)}"
 
 
-def curves(runs):
-    """Return a picture of each metric."""
-    metrics = available(DEFAULT.split(","), runs)
+def curves(runs, args):
+    """Return a picture of each metric; --png gets one of all."""
+    metrics = [name for name in args.metrics.split(",") if name]
+    if args.metrics == DEFAULT:
+        metrics = available(metrics, runs)
+    panels = panels_of(runs, metrics) if metrics else []
+    if panels and args.png:
+        picture(panels, args.png)
+        print(args.png)
     drawn = []
-    for panel in panels_of(runs, metrics) if metrics else ():
+    for panel in panels:
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder) / "curve.svg"
             picture([panel], path)
@@ -296,8 +322,31 @@ def colored(piece):
             f'title="{hover}">{text}</a>')
 
 
+def short_names(folders):
+    """Return a name for each folder: the part of its path in which it differs from the others."""
+    paths = [os.path.normpath(folder) for folder in folders]
+    if len(set(paths)) < len(paths):
+        raise ValueError("a run is named twice")
+    common = os.path.commonpath([os.path.abspath(path) for path in paths])
+    names = []
+    for path in paths:
+        differing = os.path.relpath(os.path.abspath(path), common)
+        names.append(os.path.basename(path) if differing == "." else differing)
+    return names
+
+
 def cli(argv=None):
-    run_on_folders(Args, main, "isogloss.report", argv)
+    """Run `main` on the folders that are named before the flags; argv: None: of this process."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    folders = []
+    while words and not words[0].startswith("-"):
+        folders.append(words.pop(0))
+    with refusing("isogloss.report", loud=True):
+        folders = [expanded("run", folder) for folder in folders]
+        args = parse_flags(Args, words)
+        if not folders:
+            raise ValueError("expected one or more runs, as in python -m isogloss.report runs/a")
+        main(folders, args)
 
 
 if __name__ == "__main__":

@@ -106,8 +106,8 @@ def resolve_ds_config(config, cfg, num_ranks, hidden_size, bf16, *, on_gpu=False
 
     Args:
         config: dict of `read_ds_config`, left as it is.
-        cfg: the flags ds_config, sequence_parallel, pipeline_parallel, log_comms, learning_rate
-            and steps.
+        cfg: the flags ds_config, sequence_parallel, pipeline_parallel, log_comms,
+            wandb_project, learning_rate and steps.
         num_ranks: ranks of the student.
         hidden_size: of the student.
         bf16: whether the device computes in bfloat16.
@@ -125,6 +125,9 @@ def resolve_ds_config(config, cfg, num_ranks, hidden_size, bf16, *, on_gpu=False
     config["gradient_accumulation_steps"] = sizes.grad_accum_steps
     if cfg.log_comms:
         config["comms_logger"] = config.get("comms_logger", {}) | {"enabled": True}
+    if cfg.wandb_project:
+        config["wandb"] = config.get("wandb", {}) | {
+            "enabled": True, "project": cfg.wandb_project}
     learning_rate = _resolve_learning_rate(config, cfg)
     if on_gpu:
         _choose_adam(config, compiles_adam)

@@ -189,7 +189,7 @@ class StudentRunner(Protocol):
         """Return (B, S, V) logits of a StudentBatch; None: as above."""
 
     def own_logits(self, batch):
-        """Return those of `stages.PROBE` by the whole model's own forward pass; None: as above."""
+        """Return those of `checks.probe_ids` by the whole model itself; None: as above."""
 
     def share(self, numbers):
         """Return the numbers of a rank that computes the loss, as many as here, on every rank."""
@@ -262,37 +262,6 @@ class EngineRunner:
 
     def metrics(self):
         return self.balance.metrics() if self.balance else {}
-
-
-# Of a GPU's memory, what the sum of the head's gradient may take.  Not tuned.
-WINDOW_FRACTION = 1 / 20
-
-
-def window_ends(choice, engine, device):
-    """Return, for each micro-batch of a step, whether autograd gets the gradient of the head there.
-
-    That is where the last one ends.  ZeRO-3, and ZeRO 1 and 2 with an optimizer in the host's
-    memory, begin a sum of gradients by what the first micro-batch brings; of a weight without any
-    they would keep the sum of the step before.  There the first one hands over its own.
-
-    Args:
-        choice: of --head_gradient; engine: DeepSpeed engine.
-    """
-    num = engine.gradient_accumulation_steps()
-    if choice == "auto" and device.type == "cuda":
-        head = engine.module.model.get_output_embeddings()
-        weight = getattr(head, "weight", None)  # stages before the last one have none
-        # ZeRO-3 leaves an empty tensor of a weight and notes its size
-        num_weights = 0 if weight is None else getattr(weight, "ds_numel", weight.numel())
-        memory = torch.cuda.get_device_properties(device).total_memory
-        if 4 * num_weights > WINDOW_FRACTION * memory:
-            choice = "micro_batch"
-    ends = [choice == "micro_batch"] * num
-    ends[-1] = True
-    is_offloaded = getattr(engine.optimizer, "cpu_offload", False)
-    if engine.zero_optimization_stage() == 3 or is_offloaded:
-        ends[0] = True
-    return ends
 
 
 # --- load and start -------------------------------------------------------------------------------

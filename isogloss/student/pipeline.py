@@ -52,7 +52,7 @@ class PipelinedStudent(PipelineModule):
         is_last: this is the last stage.
         pending: terms of the micro-batches that are under way, in their order; last stage.
         results: what became of them.
-        projection_scores: see `loss_table.LearnedProjection`; every stage has them, so that all
+        projection_scores: see `projected.LearnedProjection`; every stage has them, so that all
             optimizers have the same groups, and the last one's gradient moves them.
     """
 

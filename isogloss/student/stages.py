@@ -61,6 +61,10 @@ def plan_of(path, config):
     return LayerPlan(tuple(declared[:number]), "layers", tuple(declared[number + 1 :]))
 
 
+def check(cfg, layout):
+    check_pipeline_layout(cfg, layout.config, layout.ds_config, layout.num_ranks, layout.roles)
+
+
 def check_pipeline_layout(cfg, config, ds_config, num_ranks, roles=None):
     """Check what --pipeline_parallel asks of the ranks, the student and the ds_config.
 

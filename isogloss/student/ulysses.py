@@ -29,6 +29,10 @@ from isogloss.student.checks import TOLERANCE, evaluation_mode, student_batch
 ATTENTION = "isogloss_sequence"
 
 
+def check(cfg, layout):
+    check_sequence_layout(cfg.sequence_parallel, layout.num_ranks, layout.config)
+
+
 def check_sequence_layout(size, num_ranks, config):
     """Check that sequences of this student can be cut into `size` shards on these ranks.
 

@@ -10,7 +10,7 @@ A cache is a folder:
 
 Reading runs no code: a file is JSON or safetensors.  Every file appears whole, by a rename; a cache
 whose manifest names no shards is one that is still being written.  `cache.py` writes it,
-`cached_teachers.py` reads it.  Tests: tests/test_cache_files.py.
+`cached.py` reads it.  Tests: tests/test_cache_files.py.
 
 Shapes: N positions of a shard, K kept tokens, L log2 of the vocabulary.
 """
@@ -50,7 +50,6 @@ FORMAT = 2
 PACKED = 3  # format of caches whose kept tokens are packed, see packed_rows.py
 PACKED_BITS = 8  # by which --logp_bits asks for it
 PACKED_BYTES = 1.1  # of each of the tokens that are asked for, about
-READABLE = 1, FORMAT, PACKED  # in 1 nothing was drawn, and the likeliest tokens are kept
 MANIFEST = "manifest.json"
 INDEX = "index.safetensors"
 HEAD = "head.safetensors"
@@ -253,11 +252,9 @@ class Manifest:
         path = Path(folder) / MANIFEST
         try:
             plain = dict(json.loads(read_bounded(path)))
-            if plain.get("format") == 1:
-                plain = {"sampled": False, "seed": 0} | plain
             plain = {"date": ""} | plain  # which earlier versions did not write
             check_manifest(plain, cls)
-            if plain["format"] not in READABLE:
+            if plain["format"] not in (FORMAT, PACKED):
                 raise ValueError(f"format {plain['format']}")
         except OSError:
             raise ValueError(f"--{flag} {folder}: no {MANIFEST} there; expected a folder that "

@@ -20,7 +20,6 @@ from isogloss.flags.parse import DATE
 from isogloss.teachers.cache_files import (
     FLAG,
     HEAD,
-    SERVED,
     TEACHER,
     CacheReader,
     Manifest,
@@ -171,9 +170,6 @@ class CacheSpec(TeacherSpec):
         if manifest.output == "topk":
             cfg.check_truncated(f"--{FLAG} {folder}, which keeps {manifest.top_k} tokens,")
         check_rest(folder, manifest, *cfg.reading_of_rest(student, encoder))
-        if manifest.dtype == SERVED and cfg.teacher_weights == "entropy":
-            raise ValueError(f"--{FLAG} {folder}: was written from a server, which does not say "
-                             "its entropy; use another --teacher_weights than entropy, such as ce")
         return replace(encoder, max_length=cfg.teacher_max_length or manifest.max_length)
 
     @classmethod

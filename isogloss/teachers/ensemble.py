@@ -21,21 +21,19 @@ class EnsembleLogits(NamedTuple):
     Attributes:
         members: LogitsSource of every teacher.
         weights_M: (M,) float, summing to 1.
-        space: "p": mean of the probabilities; "logits": of the logits.
         vocab: tokens of the teachers.
         is_truncated: some members keep some tokens alone; then rows have a column more.
     """
 
     members: tuple
     weights_M: torch.Tensor
-    space: str
     vocab: int
     is_truncated: bool = False
 
     def __call__(self, positions):
         logits = [member(positions)[None] for member in self.members]
         logits = common_events(logits, self.vocab)
-        return average_teachers(logits, self.weights_M, self.space)[0]
+        return average_teachers(logits, self.weights_M)[0]
 
     def columns(self, ids):
         if self.is_truncated:
@@ -58,12 +56,6 @@ class EnsembleSpec(TeacherSpec):
 
     members: list = ()
     weights: list = ()
-    space: str = "p"
-
-    def __post_init__(self):
-        for member in self.members:
-            # a mean of logits is not linear in probabilities
-            member.reads_draws = member.reads_draws and self.space == "p"
 
     def load(self):
         return EnsembleTeacher([load_teacher(member) for member in self.members], self)
@@ -116,5 +108,4 @@ class EnsembleTeacher(TeacherGroup):
         # filled where they are: to copy numbers to a GPU would wait for it
         weights = [torch.full((), weight / total, device=batch.ids.device)
                    for weight in self.spec.weights]
-        return EnsembleLogits(tuple(logits), torch.stack(weights), self.spec.space,
-                              self.spec.vocab, is_truncated)
+        return EnsembleLogits(tuple(logits), torch.stack(weights), self.spec.vocab, is_truncated)

@@ -29,7 +29,7 @@ TEACHER_KINDS: dict[str, Kind | type[TeacherSpec]] = {
     "ranks": Kind("remote", "RanksSpec"),  # that a model becomes with --teacher_ranks
     "cache": Kind("cached", "CacheSpec", lambda cfg: bool(cfg.teacher_cache)),
     "served": Kind("served", "ServedSpec", lambda cfg: is_address(cfg.teacher)),
-    # that several teachers become with --teacher_weights mean_...
+    # that several teachers become with --teacher_weights mean_p
     "ensemble": Kind("ensemble", "EnsembleSpec"),
 }
 

@@ -1,9 +1,8 @@
 """Mix several teachers: score, weight or average them, and scale their loss to the cross-entropy.
 
 Teachers of one vocabulary can be averaged into one (`average_teachers`).  Teachers of different
-vocabularies each give a loss; `token_scores` and `teacher_weights` weight these losses per sample,
-and `vocabulary_factors` makes them comparable.  `dynamic_scale` balances distillation and
-cross-entropy.
+vocabularies each give a loss; `token_scores` and `teacher_weights` weight these losses per sample.
+`dynamic_scale` balances distillation and cross-entropy.
 
 Shapes: M teachers, B samples, T tokens, N of them in a row, W teacher vocabulary.
 
@@ -18,81 +17,48 @@ from torch import Tensor
 FLOOR = -1e4  # nats; stands for log 0, so that what a teacher excludes costs a finite amount
 
 
-def token_scores(logits_NW: Tensor, next_N: Tensor, kind: str) -> Tensor:
-    """Return (N,) how sure a teacher is of each token, the higher the better, at least float32.
+def token_scores(logits_NW: Tensor, next_N: Tensor) -> Tensor:
+    """Return (N,) log-probabilities, in nats, of tokens, at least float32.
 
     Args:
         logits_NW: any float type.
-        next_N: int64, the tokens that they predict; used by "ce".
-        kind: "ce": log-probability of the token in nats; "entropy": minus the entropy in nats;
-            "max_prob": the largest probability.
-    Raises:
-        ValueError: unknown kind.
+        next_N: int64, the tokens that they predict.
     """
     logp_NW = _at_least_float32(logits_NW).log_softmax(-1).clamp(min=FLOOR)
-    if kind == "ce":
-        return logp_NW.gather(1, next_N[:, None]).squeeze(1)
-    if kind == "entropy":
-        return (logp_NW.exp() * logp_NW).sum(-1)
-    if kind == "max_prob":
-        return logp_NW.amax(-1).exp()
-    raise ValueError(f"kind={kind!r}: expected 'ce', 'entropy' or 'max_prob'")
+    return logp_NW.gather(1, next_N[:, None]).squeeze(1)
 
 
-def teacher_weights(scores_MB: Tensor, alpha: float = 1.0, select: bool = False) -> Tensor:
+def teacher_weights(scores_MB: Tensor, select: bool = False) -> Tensor:
     """Return (M, B) weights that sum to 1 over the teachers that read a sample; 0 for the others.
+
+    They are the softmax of the scores.
 
     Args:
         scores_MB: the higher the surer; -inf: the teacher has not read the sample.
-        alpha: the weights are softmax(alpha * score); 0: equal weights.
-        select: weight 1 for the best teacher and 0 for the others, whatever alpha is.
+        select: weight 1 for the best teacher and 0 for the others.
     """
     unread_MB = scores_MB == -torch.inf
     if select:
         one_hot_BM = F.one_hot(scores_MB.argmax(0), len(scores_MB))
         weights_MB = one_hot_BM.T.to(scores_MB.dtype)
-    else:
-        # a factor of 0 would make NaN of -inf, and so does a softmax over nothing else
-        scaled_MB = (alpha * scores_MB).masked_fill(unread_MB, torch.finfo(scores_MB.dtype).min)
-        weights_MB = scaled_MB.softmax(0)
+    else:  # a softmax over nothing but -inf is NaN
+        weights_MB = scores_MB.clamp(min=torch.finfo(scores_MB.dtype).min).softmax(0)
     return weights_MB.masked_fill(unread_MB, 0.0)
 
 
-def vocabulary_factors(sizes_M: list[int]) -> Tensor:
-    """Return (M,) float64 factors log W_i / log min W.
-
-    A divergence over more tokens is larger by about this factor (not tuned); divide by it.
-
-    Args:
-        sizes_M: vocabulary sizes, in tokens, > 1.
-    """
-    logs_M = torch.tensor(sizes_M, dtype=torch.float64).log()
-    return logs_M / logs_M.min()
-
-
-def average_teachers(logits_M: list[Tensor], weights_M: Tensor, space: str = "p") -> Tensor:
-    """Return logits of the average of teachers that have one vocabulary.
+def average_teachers(logits_M: list[Tensor], weights_M: Tensor) -> Tensor:
+    """Return the log of the mean probability of teachers that have one vocabulary.
 
     Args:
         logits_M: M tensors (B, T, W), any float type.
         weights_M: (M,), summing to 1.
-        space: "p": log of the mean probability; "logits": mean of the logits.
     Returns:
         (B, T, W), at least float32.
-    Raises:
-        ValueError: unknown space.
     """
-    if space not in ("p", "logits"):
-        raise ValueError(f"space={space!r}: expected 'p' or 'logits'")
-    logits = [_at_least_float32(x) for x in logits_M]
-    if space == "p":
-        logits = [x.log_softmax(-1) for x in logits]
-    stacked = torch.stack(logits)
+    stacked = torch.stack([_at_least_float32(x).log_softmax(-1) for x in logits_M])
     # one weight for all positions and tokens of a teacher
     weights = weights_M.to(stacked).reshape(-1, *[1] * (stacked.dim() - 1))
-    if space == "p":
-        return (stacked + weights.log()).logsumexp(0)
-    return (weights * stacked).sum(0)
+    return (stacked + weights.log()).logsumexp(0)
 
 
 def common_events(logits_M: list[Tensor], W: int) -> list[Tensor]:

@@ -98,7 +98,7 @@ class ModelSpec(TeacherSpec):
 
     Attributes:
         engine: key of ENGINES, or "auto".
-        dtype: "auto" (as in the checkpoint), "float32", "bfloat16", "float16" or "fp8".
+        dtype: "auto" (as in the checkpoint), "float32", "bfloat16" or "float16".
         attention: an --attention.
         degree: ranks that share the model.
         offload: keep the weights in the host's memory but for the teacher's forward passes.
@@ -108,7 +108,6 @@ class ModelSpec(TeacherSpec):
         same_ids: the ranks that share the model ask with the same ids; else each with its own.
         sequence_parallel_size: neighboring ranks that ask with the same ids.
         trust_remote_code: run the Python code that comes with the model.
-        probe: ids of a text, by which "fp8" is compared with "bfloat16".
     """
 
     output: str = "hidden"
@@ -123,7 +122,6 @@ class ModelSpec(TeacherSpec):
     same_ids: bool = False
     sequence_parallel_size: int = 1
     trust_remote_code: bool = False
-    probe: list = ()
 
     has_weights: ClassVar[bool] = True
     takes_tokenizer: ClassVar[bool] = False
@@ -168,14 +166,10 @@ class ModelSpec(TeacherSpec):
         """Return its ModelTeacher; all ranks take part where they share it.
 
         Raises:
-            ValueError: see `resolve_engine`, `check_engine`, `to_float8`.
+            ValueError: see `resolve_engine`, `check_compile`.
         """
         engine = self._resolved()
-        check_layers(engine, config_of(self), self.compile, self.dtype)
-        if self.dtype == "fp8":
-            from isogloss.models.float8 import check_float8
-
-            check_float8(self.device)
+        check_layers(engine, config_of(self), self.compile)
         if engine == "replicated":
             return load_replicated(self)
         from isogloss.teachers.engines.sharded import LOADERS
@@ -206,21 +200,21 @@ def checked_engine(cfg, config, num_ranks, ranks_per_node):
         config: of the whole model.
         num_ranks, ranks_per_node: that hold teachers.
     Raises:
-        ValueError: see `teacher_groups`, `resolve_engine`, `check_engine`.
+        ValueError: see `teacher_groups`, `resolve_engine`, `check_compile`.
     """
     teacher_groups(num_ranks, ranks_per_node, cfg.teacher_tp)
     engine = resolve_engine(cfg.teacher_engine, cfg.teacher_tp, config, num_ranks,
                             is_adapter(cfg.teacher))
-    check_layers(engine, config, cfg.teacher_compile, cfg.teacher_dtype)
+    check_layers(engine, config, cfg.teacher_compile)
     return engine
 
 
-def check_layers(engine, config, compile, dtype):
-    """Raise a ValueError where layers cannot be compiled, or not be in 8 bits, if they shall."""
-    if compile or dtype == "fp8":
-        from isogloss.teachers.engines.layers import check_engine
+def check_layers(engine, config, compile):
+    """Raise a ValueError where layers cannot be compiled, if they shall."""
+    if compile:
+        from isogloss.teachers.engines.layers import check_compile
 
-        check_engine(engine, config, compile, dtype)
+        check_compile(engine, config)
 
 
 def is_adapter(path):

@@ -38,9 +38,6 @@ class OwnSpec(ModelSpec):
         if cfg.teacher != cfg.student:
             raise ValueError(f"{where}: follows the student, and --teacher is {cfg.teacher}; use "
                              "--teacher self")
-        if cfg.teacher_dtype == "fp8":
-            raise ValueError(f"{where} with --teacher_dtype fp8, whose weights are rounded once; "
-                             "leave out one of them")
         refuse(cfg, where, {
             "lora_r": "whose weights are no copy of the model's",
             "pipeline_parallel": "of which no rank holds the whole student",

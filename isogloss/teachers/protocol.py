@@ -49,8 +49,6 @@ class TeacherSpec:
         reads_keys: it looks texts up by TeacherBatch.keys.
         reads_draws: it holds tokens that were drawn, which the loss takes for all others.
         averages_top_k: it is the mean of teachers of which some keep their top-k tokens alone.
-        num_given: tokens of each position that the student finds most likely, of which alone it
-            is asked, when the step begins (`targets.ask_of_student`); 0: of others.
         unknown_metrics: of an evaluation, which do not follow from what it gives.
     """
 
@@ -70,7 +68,6 @@ class TeacherSpec:
     reads_keys = False
     reads_draws = False
     averages_top_k = False
-    num_given = 0
     unknown_metrics = ()
 
     # --- of the kind: what the flags of a run with this teacher alone say (cfg: its Config) ---

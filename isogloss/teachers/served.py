@@ -62,9 +62,6 @@ def check_server(spec, encoder, model_vocab, max_length):
     if dist.get_rank() == 0:
         ids = encoder.encode([PROBE])[0][: None if limit is None else limit + 1]
         check_answer(server, model, spec.output_topk, encoder, model_vocab, ids)
-        if spec.num_given:
-            given_NK = np.tile(np.arange(spec.num_given), (len(ids) - 1, 1))
-            scored_given(server, model, ids, given_NK, spec.vocab, model_vocab)
     return limit
 
 
@@ -157,26 +154,6 @@ def scored_text(likely, labels_N, top_k, vocab, model_vocab):
     return ScoredLogits(rows, scores)
 
 
-def scored_given(server, model, ids, given_NK, vocab, model_vocab):
-    """Ask about a text; return its ScoredLogits, whose scores say nothing but the label's.
-
-    Args:
-        ids: (N + 1,) int64; given_NK: (N, K) int64, different ones at each position, which the rows
-            keep; all others are one event.
-    Others and Raises: see `scored_text`.
-    """
-    asked_NL = np.concatenate([given_NK, ids[1:, None]], 1)
-    logp_NL = server.score_given(model, ids.tolist(), asked_NL).astype(np.float64)
-    checked_scores(server, check_logp, logp_NL)
-    num_others = model_vocab - given_NK.shape[1]
-    rest = checked_scores(server, rest_of, logp_NL[:, :-1], np.inf, num_others)
-    logp_NL = as_float(logp_NL.clip(FLOOR))
-    nothing = torch.zeros(len(rest))
-    rows = TopKLogits(torch.from_numpy(given_NK).int(), logp_NL[:, :-1], vocab, as_float(rest),
-                      nothing)
-    return ScoredLogits(rows, TextScores(logp_NL[:, -1], nothing, nothing, nothing))
-
-
 def as_rows(likely):
     """Return (N, M) ids and log-probabilities of a Likely, -1 and -inf where there are fewer."""
     counts = likely.counts_N
@@ -234,7 +211,6 @@ class ServedSpec(TeacherSpec):
         output_topk: tokens that it names of each position; 0: the text's own alone.
         tokenizer: hub id or directory of the model's tokenizer and config.
         timeout, connections: see `text_server.TextServer` and `Requests`.
-        num_given: see TeacherSpec.
         sequence_parallel_size: neighboring ranks that hold shards of the same texts.
         trust_remote_code: run the Python code that comes with the tokenizer.
     """
@@ -243,16 +219,12 @@ class ServedSpec(TeacherSpec):
     tokenizer: str = ""
     timeout: float = 600.0
     connections: int = 8
-    num_given: int = 0
     sequence_parallel_size: int = 1
     trust_remote_code: bool = False
 
     lasting_name: ClassVar[str] = "served"  # a server may move
     only_output: ClassVar[str] = "topk"
-
-    @property
-    def asks_ahead(self):
-        return not self.num_given
+    asks_ahead = True
 
     @property
     def unknown_metrics(self):
@@ -266,17 +238,12 @@ class ServedSpec(TeacherSpec):
         super().check(cfg)
         refuse(cfg, where, {"teacher_cache": "which takes its place"})
         gives = f"{where} gives the {cfg.teacher_output_topk} most likely tokens alone"
-        unknown = ["entropy"]
+        unknown = ()
         ways = "softened", "text"
-        if cfg.follows_student:
-            gives = f"{where} with --loss_topk_of student gives these tokens alone"
-            refuse(cfg, f"{where} and --loss_topk_of student", dict.fromkeys(
-                ("sequence_parallel", "pipeline_parallel"), "whose ranks hold shards of a text"))
-        elif not cfg.teacher_output_topk:
+        if not cfg.teacher_output_topk:
             gives = f"{where} with --teacher_output_topk 0 gives the text's own tokens alone"
             ways = ("text",)
-        if cfg.follows_student or not cfg.teacher_output_topk:
-            unknown += ["max_prob", "mean_p", "mean_logits"]
+            unknown = ("mean_p",)
         if cfg.teacher_output == "logits":
             raise ValueError(f"{gives}; leave out --teacher_output logits")
         cfg.check_truncated(gives, ways)
@@ -301,13 +268,10 @@ class ServedSpec(TeacherSpec):
 
     @classmethod
     def of(cls, cfg, encoder, device, student=None):
-        vocab = len(encoder.table)
         return cls(
-            path=cfg.teacher, vocab=vocab, device=device, output="topk",
-            output_topk=0 if cfg.follows_student else cfg.teacher_output_topk,
-            num_given=min(cfg.loss_topk, vocab) if cfg.follows_student else 0,
-            tokenizer=cfg.teacher_tokenizer, timeout=cfg.teacher_timeout,
-            connections=cfg.teacher_connections,
+            path=cfg.teacher, vocab=len(encoder.table), device=device, output="topk",
+            output_topk=cfg.teacher_output_topk, tokenizer=cfg.teacher_tokenizer,
+            timeout=cfg.teacher_timeout, connections=cfg.teacher_connections,
             sequence_parallel_size=cfg.sequence_parallel, trust_remote_code=cfg.trust_remote_code)
 
     def load(self):
@@ -340,18 +304,9 @@ class ServedTeacher(TeacherSource):
             self.group = join_sequence_group(spec.sequence_parallel_size)
 
     def request(self, batch):
-        """Ask about the texts of a TeacherBatch, once it is known about which tokens."""
-        if batch.given is not None or not self.spec.num_given:
-            self._begin(batch)
-
-    def _begin(self, batch):
+        """Ask about the texts of a TeacherBatch."""
         texts = self._local(batch_texts(batch))
-        if batch.given is None:
-            futures = self._ask([text.tokens for text in texts])
-        else:
-            given = batch.given.cpu()
-            futures = [self.requests.submit(self._score_given, text, given) for text in texts]
-        self.pending.append((texts, futures))
+        self.pending.append((texts, self._ask([text.tokens for text in texts])))
 
     def targets(self, batch):
         """Return the logits of a TeacherBatch; positions that belong to no text hold zeros.
@@ -360,7 +315,7 @@ class ServedTeacher(TeacherSource):
             DataError: the server does not answer, or not to what it was asked.
         """
         if not self.pending:
-            self._begin(batch)
+            self.request(batch)
         texts, futures = self.pending.popleft()
         expected = self._local(batch_texts(batch))
         assert len(texts) == len(expected) and all(
@@ -398,12 +353,6 @@ class ServedTeacher(TeacherSource):
             scored.append(checked_scores(self.server, scored_text, likely, labels,
                                          self.spec.output_topk, self.spec.vocab, self.model_vocab))
         return scored
-
-    def _score_given(self, text, given_TK):
-        """Return the ScoredLogits of a BatchText, in a list; runs in a thread."""
-        given_NK = given_TK[text.positions].numpy()
-        return [scored_given(self.server, self.model, text.tokens.numpy(), given_NK,
-                             self.spec.vocab, self.model_vocab)]
 
     def _joined(self, futures):
         width = min(self.spec.output_topk, self.spec.vocab) + 1

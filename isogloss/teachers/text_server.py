@@ -6,8 +6,6 @@ Servers say it of the tokens of a prompt, each in its way:
     SGLang  POST /generate with `return_logprob`; its /v1/completions answers without token ids
     others  as vLLM; of the text's own tokens alone by `echo`, as hosted APIs say it
 
-Of tokens that are given for each position vLLM alone says it, at POST /inference/v1/generate with
-`prompt_logprob_token_ids`.
 `/v1/models` tells servers apart by `owned_by`, and says how long a prompt may be.
 
 An error that may pass (no connection, half an answer, a status from 500 on) is tried again, with
@@ -22,8 +20,6 @@ Shapes: N tokens of a prompt behind its first, E tokens named in an answer, of a
 """
 
 import asyncio
-import base64
-import io
 import itertools
 import json
 import os
@@ -199,31 +195,6 @@ class TextServer:
         except (KeyError, TypeError, AttributeError, IndexError):
             raise self.error("its answer has no log-probabilities of the prompt; expected vLLM "
                              "(with prompt_logprobs), SGLang or an API with echo") from None
-
-    def score_given(self, model, ids, given_NK):
-        """Return (N, K) float32 log-probabilities of tokens given for N positions of a text.
-
-        Args:
-            ids: N + 1 of them; given_NK: int64 array.
-        Raises: as above.
-        """
-        if model.owner == "sglang":
-            raise self.error("SGLang takes one list of tokens for a text, not one for each "
-                             "position; ask vLLM, or leave out --loss_topk_of student")
-        params = {"max_tokens": 1, "temperature": 0, "prompt_logprob_token_ids": given_NK.tolist()}
-        body = {"model": model.name, "token_ids": ids, "sampling_params": params}
-        answer = self._ask(
-            "POST", "/inference/v1/generate", body, MOST_BYTES + BYTES_PER_ENTRY * given_NK.size)
-        try:
-            file = io.BytesIO(base64.b64decode(answer["prompt_token_id_logprobs"], validate=True))
-            version = np.lib.format.read_magic(file)
-            header = np.lib.format.read_array_header_1_0(file)
-            if (version, *header) != ((1, 0), given_NK.shape, False, np.float32):
-                raise ValueError("an array of another shape or type")
-            return np.frombuffer(file.read(), np.float32).reshape(given_NK.shape)
-        except (KeyError, TypeError, ValueError):
-            raise self.error("its answer has no log-probabilities of the given tokens; expected "
-                             "vLLM, 0.32 or newer, with --enable-scale-out") from None
 
     def error(self, what):
         """Return a DataError of one line, without the key."""

@@ -101,8 +101,8 @@ def rollout_ratio(cfg, batch, logp_BS, sequence_group, sums):
             for x_BS in (logp_BS, student.logp.nan_to_num(), is_written_BS, positions_BS)]
     logp, old_logp, mask, positions = rows
     sample = (positions == 0).cumsum(1)  # a packed row holds several
-    ratio = prefix_ratio(logp, old_logp, mask, cfg.max_ratio, cfg.ratio, sample)
-    unlimited = prefix_ratio(logp, old_logp, mask, math.inf, "clamp", sample)
+    ratio = prefix_ratio(logp, old_logp, mask, cfg.max_ratio, sample)
+    unlimited = prefix_ratio(logp, old_logp, mask, math.inf, sample)
     is_limited_BS = own_columns(ratio != unlimited, sequence_group)
     ratio_BS = own_columns(ratio, sequence_group)
     used = ratio_BS[is_written_BS]

@@ -25,7 +25,7 @@ from isogloss.job.layout import node_size
 from isogloss.job.rendezvous import values_of_ranks
 from isogloss.job.replicas import Replica
 from isogloss.models import pretrained
-from isogloss.teachers.engines.layers import compile_layers, to_float8, use_plain_layers
+from isogloss.teachers.engines.layers import compile_layers, use_plain_layers
 from isogloss.teachers.engines.whole import (
     ModelTeacher,
     WholeModel,
@@ -81,8 +81,6 @@ def load_tensor_parallel(spec):
         parameter.data = parameter.data.clone()
     model = frozen(model)
     use_plain_layers(model)
-    if spec.dtype == "fp8":
-        to_float8(model, spec)
     if spec.compile:
         compile_layers(model)
     if weight is None:  # tied: every rank keeps the whole input embedding
@@ -113,8 +111,7 @@ def _shard_while_loading(spec, config, replica, stack):
     tensor_parallel = {"tp_size": spec.degree, "mpu": replica, "tp_group": replica.group}
     engine = deepspeed.init_inference(
         model, tensor_parallel=tensor_parallel, dtype=dtype, checkpoint=checkpoint,
-        base_dir=str(folder),
-        keep_module_on_host=spec.dtype == "fp8")  # `to_float8` moves it layer by layer
+        base_dir=str(folder))
     return engine.module, weight, bias
 
 

@@ -212,12 +212,7 @@ def load_replicated(spec):
         # such a model is packed for its device while it is loaded
         model = frozen(load_weights(spec, device_map={"": spec.device}))
     else:
-        model = frozen(load_weights(spec))
-        if spec.dtype == "fp8":
-            from isogloss.teachers.engines.layers import to_float8
-
-            to_float8(model, spec)
-        model.to(spec.device)
+        model = frozen(load_weights(spec)).to(spec.device)
     num_parameters = sum(parameter.numel() for parameter in model.parameters())
     head = head_of(model, spec.vocab)
     if spec.compile:
@@ -239,8 +234,6 @@ def config_of(spec):
 
 
 def dtype_of(spec):
-    if spec.dtype == "fp8":
-        return torch.bfloat16  # all but the linear layers
     if spec.dtype != "auto":
         return getattr(torch, spec.dtype)
     return config_of(spec).dtype or torch.float32
