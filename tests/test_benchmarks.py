@@ -324,7 +324,8 @@ def test_a_day_is_rehearsed_whole(tmp_path):
                        for of in line["bits"].values())
             assert ("over_text" in line) == (part != "text alone")
         if name == "draft":
-            assert line["before"] != line["after"] and len(line["after"]) == 4
+            assert line["before"].keys() == line["after"].keys() and len(line["after"]) == 4
+            assert all(0 < each < 1 for each in line["after"].values())
 
 
 def test_shares_are_of_what_new_tokens_cost_and_a_wide_figure_is_split(tmp_path):
