@@ -44,7 +44,7 @@ from isogloss import losses, nodes
 from isogloss.config import Config
 from isogloss.job.columns import to_device
 from isogloss.models.compiler import missing_compiler
-from isogloss.objective import loss_table
+from isogloss.objective import loss_table, projected
 from isogloss.spelling import translation_tables
 from isogloss.tile_plan import CPU_SUB_TILES, GPU_SUB_TILES, SubTile, Tile, plan_tiles
 from isogloss.tiles import Head, HiddenLogits, StoredLogits, TeacherBlocks, tiled_loss
@@ -173,8 +173,9 @@ def build_loss(name, V, W, kept_K, tables, device, backend) -> Loss:
     cfg = Config(student="S", teacher="T", data="D", loss=name, loss_backend=backend)
     # all that is asked of the tokenizers: their sizes, and whether they are equal
     pair = SimpleNamespace(tables=(range(V), range(W)), fingerprints=(True, name in DIVERGENCES))
-    with mock.patch.multiple(loss_table, translation_fields=lambda pair: tables._asdict(),
-                             _projection=lambda *_: random_projection(V, W, device)):
+    projection = random_projection(V, W, device)
+    with (mock.patch.object(loss_table, "translation_fields", lambda pair: tables._asdict()),
+          mock.patch.object(projected, "_projection", lambda *_: projection)):
         loss = loss_table.LOSSES[name].build(cfg, pair, device)
     return loss.for_columns(kept_K) if name == "projection_kl" else loss.loss_fn
 
