@@ -20,6 +20,7 @@ from isogloss.config import Config
 from isogloss.data.batch import Collator, PairOptions
 from isogloss.data.sample import TextEncoder
 from isogloss.projection_tools import build, cells, show
+from isogloss.report import __main__ as report
 
 README = (ROOT / "README.md").read_text()
 DEMO = (ROOT / "docs" / "demo.md").read_text()
@@ -78,7 +79,7 @@ def test_the_readme_is_short_and_counts_the_files_to_copy():
 def test_flags_and_targets_that_the_text_names_exist():
     known = {*Config.__dataclass_fields__, "help"}
     kinds = [tool.Args for tool in (build, show, cells)]
-    for kind in (*kinds, command.CacheArgs, command.ExportArgs):
+    for kind in (*kinds, report.Args, command.CacheArgs, command.ExportArgs):
         known |= set(kind.__dataclass_fields__)
     known |= {"show", "html"}  # of align.py
     for flag in re.findall(r"`--([a-z]\w*)", README + RUNNING + LIMITS + DEMO + ARCHITECTURE):
