@@ -36,7 +36,7 @@ from recipes.tiny import prepare
 from text_servers import StandIn
 
 # What the other indented blocks begin with.
-NO_COMMANDS = "@software", "data:", "loss = ", "rho_t = ", "--rollout_command "
+NO_COMMANDS = "@software", "data:", "loss = ", "rho_t = ", "--rollout_command ", "true "
 # What a rank of the tests has in its environment, and a program that a user starts has not.
 OF_RANKS = "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_SIZE", "MASTER_ADDR", "MASTER_PORT"
 # Pages whose programs run in processes of their own; the others share those of warm ranks.
@@ -316,7 +316,8 @@ def test_every_command_is_understood():
         if "distill.py" in words:
             parse_flags(Config, words[words.index("distill.py") + 1 :], file_flag="config")
         elif "make" in words:
-            assert f"\n{words[-1]}:" in makefile, command
+            target = words[words.index("make") + 1]
+            assert f"\n{target}:" in makefile, command
         assert reason_of(command) or words[0] in ("deepspeed", "torchrun", "cp", "python",
                                               sys.executable), command
 
