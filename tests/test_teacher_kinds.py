@@ -120,26 +120,6 @@ def test_an_api_with_echo_teaches_alm_as_the_whole_teacher_does(models, texts, t
     assert all("prompt_logprobs" not in (body or {}) for _, _, body in hosted.requests)
 
 
-def test_a_server_judges_the_students_tokens_as_the_whole_teacher_does(
-        models, untied, texts, tmp_path):
-    flags = steps.flags_for(models, texts, tmp_path, teacher=str(untied), loss_topk=7,
-                            loss_topk_of="student")
-    samples = steps.uneven_samples(texts)
-    losses = ["reverse_kl", "generalized_jsd"]
-    expected = steps.references_of(flags, losses, samples)
-    server = StandIn(untied, masks_padding=True)
-    with server.running():
-        flags |= served(server.url, untied, 300) | {"loss": "reverse_kl"}
-        layouts = [steps.Layout(0, 4, 2), steps.Layout(3, 8, 1)]
-        cases = steps.packed_and_not(losses)
-        steps.check_steps(expected, 1, flags, samples, layouts, cases, alternate=True)
-    asked = [body["sampling_params"] for path, _, body in server.requests if "inference" in path]
-    num_texts = sum(bool(sample) for sample in samples)
-    assert len(asked) >= len(cases) * num_texts and "prompt_logprobs" not in asked[0]
-    # seven of the student's, and the text's own
-    assert {len(row) for params in asked for row in params["prompt_logprob_token_ids"]} == {8}
-
-
 @pytest.mark.slow
 def test_other_kinds_and_live_teachers_mix(models, texts, caches, servers, tmp_path):
     live = {"model": str(models[1]), "name": "live", "loss": "alm"}
