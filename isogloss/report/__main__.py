@@ -42,7 +42,6 @@ from isogloss.flags.parse import (
 )
 from isogloss.flags.terminal import one_line
 from isogloss.inputs import load_data
-from isogloss.integrations import FLAGS, Distillation
 from isogloss.job.files import write_atomically
 from isogloss.job.launch import silence_libraries
 from isogloss.models.pretrained import load_config, load_model
@@ -260,6 +259,9 @@ def colored_text(folder, cfg, args):
     if student is None or not teachers or not cfg.holds_out:
         return ("<p class=note>No text in colors: it takes held-out rows, a teacher that is a "
                 "model, and an exported student (python -m isogloss.export).</p>")
+    # imports peft and what it finds, which say things until they are silenced
+    from isogloss.integrations import FLAGS, Distillation
+
     its = teachers[0]
     device = args.device
     if device == "auto":
