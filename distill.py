@@ -24,7 +24,6 @@ if __name__ == "__main__":  # --help and wrong flags end here, before torch is i
     prepare_rank()
     Config.read(sys.argv[1:])
 
-import torch
 import torch.distributed as dist
 import transformers
 
@@ -35,11 +34,11 @@ from isogloss.inputs import check_inputs
 from isogloss.job import launch, rendezvous, watch
 from isogloss.job.counts import device_sums
 from isogloss.job.monitors import guarded_monitors
-from isogloss.job.step_report import StepReport, gradient_norm_of
+from isogloss.job.step_report import StepReport
 from isogloss.job.transfers import Moment, Readback
 from isogloss.log import Log
-from isogloss.objective.objective import LossTerms, TeacherTerm
-from isogloss.targets import step_targets, teacher_targets, weigh_by_confidence
+from isogloss.objective.objective import LossTerms, Part
+from isogloss.targets import step_parts, teacher_parts, weigh_by_confidence
 
 # --- main -----------------------------------------------------------------------------------------
 
@@ -207,14 +206,13 @@ def train_step(state, micro_batches):
     weights = term_weights(state, counts, len(micro_batches))
     # 2. what the teachers say about all micro-batches
     micro_batches = state.uploads.to_device(micro_batches)
-    rollout_metrics = {}
-    if state.writer:
-        micro_batches, rollout_metrics = weigh_rollouts(state, micro_batches)
-    targets = all_targets(state, micro_batches)
+    for hook in state.hooks:
+        hook.before_step(micro_batches)
+    parts = all_parts(state, micro_batches)
     # 3. per micro-batch: the student's forward pass with the losses of all teachers, backward;
     # then the optimizer
-    terms = (loss_terms(state, batch, batch_targets, weights)
-             for batch, batch_targets in zip(micro_batches, targets))
+    terms = (loss_terms(state, batch, of_batch, weights)
+             for batch, of_batch in zip(micro_batches, parts))
     sums, local_norm = state.student.train(micro_batches, terms)
     for setup in state.teachers:
         setup.source.release()  # the memory of its outputs may be written over
@@ -222,17 +220,11 @@ def train_step(state, micro_batches):
             setup.source.follow(engine.module)
     # 4. what comes of global means, once the device has computed them
     sums = Readback(device_sums(sums.flatten()).view_as(sums))
-    state.bad_steps.note(engine, sums, teacher_names(state))
+    state.bad_steps.note(engine, sums, [setup.name for setup in state.teachers])
     report = StepReport(state, counts, sums, kd_weights(state))
-    report.others |= state.student.metrics() | {"lr": lr}
-    report.others["grad_norm"] = gradient_norm_of(engine, local_norm)
-    report.others["skipped_steps"] = engine.skipped_steps
-    report.others["data_seconds"], state.data_seconds = state.data_seconds, 0.0
-    if state.writer:
-        report.others |= rollout_metrics
-        report.others |= state.writer.describe(micro_batches, counts, targets, teacher_names(state))
-    if state.cfg.dynamic_scale:
-        follow_scales(state, report)
+    report.add_engine(lr, local_norm)
+    for hook in state.hooks:
+        hook.after_step(report, micro_batches, parts)
     return report
 
 
@@ -271,67 +263,28 @@ def kd_weights(state):
     return weights
 
 
-def all_targets(state, micro_batches):
-    """Return an iterable: for each micro-batch the TeacherTarget of every teacher.
+def all_parts(state, micro_batches):
+    """Return an iterable: for each micro-batch the Part of every teacher, without its weights.
 
     On a rank that computes no loss there are none; it helps to run the teachers that it shares.
     """
     if state.student.computes_loss:
-        return step_targets(state.teachers, micro_batches, state.student)
+        return step_parts(state.teachers, micro_batches, state.student)
     for number, setup in enumerate(state.teachers):
-        teacher_targets(setup, [batch.teachers[number] for batch in micro_batches])
+        teacher_parts(setup, [batch.teachers[number] for batch in micro_batches])
     return []
 
 
-def loss_terms(state, batch, targets, weights):
-    """Return the LossTerms of a micro-batch from the TeacherTarget of every teacher."""
-    teachers = batch.teachers
-    if len(teachers) > 1 and state.cfg.teacher_weights != "fixed":
-        teachers = weigh_by_confidence(state.cfg, teachers, targets)
-    terms = []
-    for teacher_batch, target, weight in zip(teachers, targets, weights.kd):
-        terms.append(TeacherTerm(teacher_batch, target, weight))
-    return LossTerms(weights.ce, terms, batch.student.tiles, state.sequence_group,
-                     state.engine.module.loss_parameters(), dump=state.dump_of(batch))
-
-
-def follow_scales(state, report):
-    """Set the factors of the next step by this one's losses, for which the host has to wait.
-
-    A step without a term of one of the two has no ratio, nor has one that was skipped.
-    """
-    from isogloss.teachers.mixing import dynamic_scale
-
-    for number, setup in enumerate(state.teachers):
-        kd = report.kd(number) or 0  # None: no term
-        if kd > 0 and (report.ce or 0) > 0 and state.engine.was_step_applied():
-            scale = dynamic_scale(torch.tensor(report.ce), torch.tensor(kd))
-            state.scales[setup.name] = float(scale)
-
-
-def teacher_names(state):
-    return [setup.name for setup in state.teachers]
-
-
-# --- on-policy: the student writes ----------------------------------------------------------------
-
-
-def weigh_rollouts(state, micro_batches):
-    """Check rollouts that were just written, weigh older ones; return (micro-batches, metrics)."""
-    if micro_batches[0].rollout_age:
-        from isogloss.writing.rollout_ratio import weigh_by_ratio
-
-        return weigh_by_ratio(state.cfg, state.student, micro_batches, state.sequence_group)
-    metrics = {}
-    if state.writer.has_other_weights():
-        metrics = state.writer.gap(micro_batches)
-        gap = metrics["rollout/logp_gap"]
-        if gap is not None and not gap <= state.cfg.max_logp_gap:  # NaN too
-            launch.fail(
-                f"what writes has other weights than the student: the log-probabilities of its "
-                f"tokens differ by {gap:.3g} nats on average (--max_logp_gap "
-                f"{state.cfg.max_logp_gap}); {once.describe_last_checkpoint(state)}", code=1)
-    return micro_batches, metrics
+def loss_terms(state, batch, parts, weights):
+    """Return the LossTerms of a micro-batch from the Part of every teacher."""
+    for part, weight in zip(parts, weights.kd):
+        part.weight = weight
+    if len(parts) > 1 and state.cfg.teacher_weights != "fixed":
+        weigh_by_confidence(parts, select=state.cfg.teacher_weights == "select")
+    parts = parts or [Part(batch=batch.student)]  # the text alone
+    parts[0].ce_weight = weights.ce
+    return LossTerms(parts, state.sequence_group, state.engine.module.loss_parameters(),
+                     dump=state.dump_of(batch))
 
 
 if __name__ == "__main__":

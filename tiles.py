@@ -36,6 +36,7 @@ except ImportError:  # copied beside it, not into a package
 GRADIENT_BLOCK = 8192
 # Devices whose matmuls may read half precision and add to float32, see `has_mixed_matmul`.
 MIXED_MATMULS = ("cuda",)
+NUM_OTHERS = 3  # arguments of `_TiledLoss` in front of its tensors
 # Devices whose matmuls and vector loads are slow on rows that begin anywhere, as those of 151,646
 # logits do, and the numbers of which a row there takes a multiple.
 ROW_MULTIPLES = {"cuda": 64}
@@ -382,15 +383,32 @@ class TeacherBlocks:
 TileLoss = Callable[[Tensor, Tensor | None, SubTile], Tensor]
 
 
-class LossPart(NamedTuple):
-    """Describe what one teacher, or the text alone, adds to the loss of a micro-batch.
+class Part(Protocol):
+    """Say what one teacher, or the text alone, adds to the loss of a micro-batch."""
 
-    student_hidden: (..., H) final hidden states, the input of the head.
-    teacher_logits: source of the teacher's logits; None: there is no teacher.
-    tile_loss: see `TileLoss`; differentiable in the student logits.
-    tiles: from `plan_tiles`, on the device of the hidden states.
-    weights: J factors; the part of the loss is sum_j weights[j] * sums[j].
-    """
+    @property
+    def student_hidden(self) -> Tensor:
+        """Return (..., H) final hidden states, the input of the head."""
+
+    @property
+    def teacher_logits(self) -> LogitsSource | None:
+        """Return the source of the teacher's logits; None: there is no teacher."""
+
+    @property
+    def tile_loss(self) -> TileLoss:
+        """Return what computes the sums of a sub-tile, differentiable in the student's logits."""
+
+    @property
+    def tiles(self) -> Sequence[Tile]:
+        """Return what `plan_tiles` made, on the device of the hidden states."""
+
+    @property
+    def weights(self) -> Sequence[float]:
+        """Return J factors; the part of the loss is sum_j weights[j] * sums[j]."""
+
+
+class OnePart(NamedTuple):
+    """Hold a Part; see there."""
 
     student_hidden: Tensor
     teacher_logits: LogitsSource | None
@@ -409,19 +427,19 @@ def tiled_loss(
     Args:
         student_head: Head; frozen tensors in it get no gradient.
         params: further tensors that get a gradient, such as a learned projection.
-        Others: see `LossPart`.
+        Others: see `Part`.
     Returns:
         (loss, sums): () and (J,) float32; `sums` has no gradient.
     Raises:
         RuntimeError: in a second backward pass, because the first one gives the gradients away.
     """
-    part = LossPart(student_hidden, teacher_logits, tile_loss, tiles, weights)
+    part = OnePart(student_hidden, teacher_logits, tile_loss, tiles, weights)
     loss, [sums_J] = tiled_losses(student_head, [part], params)
     return loss, sums_J
 
 
 def tiled_losses(
-    student_head: Head, parts: Sequence[LossPart], params: Sequence[Tensor] = (),
+    student_head: Head, parts: Sequence[Part], params: Sequence[Tensor] = (),
 ) -> tuple[Tensor, tuple[Tensor, ...]]:
     """Compute the sum of several parts of a loss, with one gradient of the head for all of them.
 
@@ -429,31 +447,17 @@ def tiled_losses(
     teachers there are.
 
     Args:
-        parts: LossParts, at least one.
+        parts: at least one.
         Others, Raises: see `tiled_loss`.
     Returns:
         (loss, sums): (), and the (J,) float32 sums of every part, which have no gradient.
     """
-    run = _Run(
-        head=student_head,
-        parts=parts,
-        params=params,
-        train=torch.is_grad_enabled(),  # always False inside of `_TiledLoss.forward`
-    )
     hidden = [part.student_hidden for part in parts]
+    # autograd looks at tensors alone, and lets all else pass
     loss, *sums = _TiledLoss.apply(  # type: ignore[no-untyped-call]
-        run, *student_head.tensors, *params, *hidden
+        student_head, parts, torch.is_grad_enabled(), *student_head.tensors, *params, *hidden
     )
     return loss, tuple(sums)
-
-
-class _Run(NamedTuple):
-    """Carry the arguments of `tiled_losses` past autograd, which looks at tensors alone."""
-
-    head: Head
-    parts: Sequence[LossPart]
-    params: Sequence[Tensor]
-    train: bool
 
 
 class _HeadGradients:
@@ -596,53 +600,32 @@ class _TiledLoss(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, run: _Run, weight_VH: Tensor, bias_V: Tensor | None, down_RH: Tensor | None,
-        up_VR: Tensor | None, *others: Tensor,
+        ctx: Any, head: Head, parts: Sequence[Part], is_training: bool, *tensors: Tensor | None,
     ) -> tuple[Tensor, ...]:
-        params = others[: len(run.params)]
-        all_hidden = others[len(run.params) :]
-        # The order of the arguments; the first one, `run`, is no tensor.
-        needs = [run.train and need for need in ctx.needs_input_grad[1:]]
-        device_type = weight_VH.device.type
-        head = run.head.with_tensors(weight_VH, bias_V, down_RH, up_VR)
-        # Like torch's own matmuls, compute in the dtype of autocast where it is on.
-        dtype = all_hidden[0].dtype
-        if torch.is_autocast_enabled(device_type):
-            dtype = torch.get_autocast_dtype(device_type)
+        # Inside of here gradients are off, and what is passed in as a tensor needs one.
+        needs = [is_training and need for need in ctx.needs_input_grad[NUM_OTHERS:]]
         # Weights of about 1 inside: the gradient of the logits may be float16, which holds nothing
         # below 6e-8.  Backward multiplies by the scale again.
-        scales = [max(map(abs, part.weights), default=0.0) for part in run.parts]
-        scale = max(scales) or 1.0
-        gradients = _HeadGradients(head, params, needs, dtype)
-        head = head.with_tensors(
-            weight_VH.to(dtype), _cast(bias_V, dtype), _cast(down_RH, dtype), _cast(up_VR, dtype)
-        )
-        losses = []
-        all_sums = []
-        hidden_gradients = []
-        hidden_needs = needs[len(needs) - len(run.parts) :]
-        for part, hidden, part_scale, need in zip(run.parts, all_hidden, scales, hidden_needs):
-            hidden_SH = hidden.reshape(-1, hidden.shape[-1])
-            d_hidden_SH = _zero_gradient(hidden_SH, need)
-            tile_pass = _TilePass(
-                run, part, head=head, hidden_SH=hidden_SH, scale=part_scale or 1.0,
-                common_scale=scale, gradients=gradients, d_hidden_SH=d_hidden_SH,
-                train=any(needs),
-            )
-            for tile in part.tiles:
-                tile_pass.add_tile(tile)
-            losses.append(weighted(tile_pass.sums_J, part.weights))
-            all_sums.append(tile_pass.sums_J)
-            hidden_gradients.append(d_hidden_SH)
-        ctx.mark_non_differentiable(*all_sums)
-        inputs = (weight_VH, bias_V, down_RH, up_VR, *others)
-        ctx.shapes = [None if x is None else x.shape for x in inputs]
-        ctx.dtypes = [None if x is None else x.dtype for x in inputs]
-        num_shared = len(inputs) - len(run.parts)
-        ctx.scales = [scale] * num_shared + [part_scale or 1.0 for part_scale in scales]
+        scales = [max(map(abs, part.weights), default=0.0) or 1.0 for part in parts]
+        scale = max(scales)
+        walks, gradients = _begin(head, parts, scales, tensors, needs)
+        for walk in walks:
+            for tile in walk.part.tiles:
+                # 1. the student's logits  2. losses, and gradients in their place
+                # 3. what hidden states and head get of these
+                hidden_NH, linear_NV = walk.logits(tile)
+                for sub_tile in tile.sub_tiles:
+                    walk.add_sub_tile(linear_NV[sub_tile.student_slice], sub_tile)
+                walk.add_gradients(tile, hidden_NH, linear_NV)
+        losses = [weighted(walk.sums_J, walk.part.weights) for walk in walks]
+        ctx.mark_non_differentiable(*[walk.sums_J for walk in walks])
+        ctx.shapes = [None if x is None else x.shape for x in tensors]
+        ctx.dtypes = [None if x is None else x.dtype for x in tensors]
+        num_shared = len(tensors) - len(parts)
+        ctx.scales = [scale] * num_shared + scales
         # Not save_for_backward: backward hands the gradients over instead of copying them.
-        ctx.gradients = [*gradients.in_input_order(), *hidden_gradients]
-        return sum(losses[1:], losses[0]), *all_sums
+        ctx.gradients = [*gradients.in_input_order(), *[walk.d_hidden_SH for walk in walks]]
+        return sum(losses[1:], losses[0]), *[walk.sums_J for walk in walks]
 
     @staticmethod
     def backward(ctx: Any, *outer: Tensor) -> tuple[Tensor | None, ...]:
@@ -651,11 +634,11 @@ class _TiledLoss(torch.autograd.Function):
                 "tiled_loss: this is a second backward pass, but the first one gave the gradients "
                 "away; call tiled_loss again"
             )
-        out: list[Tensor | None] = [None]  # of `run`
+        out: list[Tensor | None] = [None] * NUM_OTHERS
         gradients = ctx.gradients
         ctx.gradients = None
         while gradients:  # one after the other, so that no two copies of one exist for long
-            number = len(out) - 1
+            number = len(out) - NUM_OTHERS
             gradient = gradients.pop(0)
             if gradient is not None:
                 # In float32 first: a loss scale undoes a small weight without rounding to 0.
@@ -697,38 +680,72 @@ def _zero_gradient(x: Tensor | None, needed: bool) -> Tensor | None:
     return torch.zeros_like(x, dtype=torch.promote_types(x.dtype, torch.float32))
 
 
-def _cast(x: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+def _cast(x: Any, dtype: torch.dtype) -> Any:
     return None if x is None else x.to(dtype)
 
 
-class _TilePass:
+def _begin(
+    head: Head, parts: Sequence[Part], scales: Sequence[float], tensors: Sequence[Any],
+    needs: Sequence[bool],
+) -> tuple[list["_Walk"], _HeadGradients]:
+    """Make ready to walk over parts; return the walks, and where the shared gradients are added.
+
+    Args:
+        scales: by which the weights of each part are divided.
+        tensors: as autograd passes them: the head's, the loss's, and the hidden states of each
+            part; needs: which of them get a gradient.
+    """
+    num_head = len(head.tensors)
+    num_shared = len(tensors) - len(parts)
+    of_head, params, hidden = (
+        tensors[:num_head], tensors[num_head:num_shared], tensors[num_shared:])
+    # Like torch's own matmuls, compute in the dtype of autocast where it is on.
+    device_type = head.weight_VH.device.type
+    dtype = parts[0].student_hidden.dtype
+    if torch.is_autocast_enabled(device_type):
+        dtype = torch.get_autocast_dtype(device_type)
+    gradients = _HeadGradients(head.with_tensors(*of_head), params, needs, dtype)
+    head = head.with_tensors(*[_cast(x, dtype) for x in of_head])
+    walks = []
+    for part, of_part, scale, need in zip(parts, hidden, scales, needs[num_shared:]):
+        hidden_SH = of_part.reshape(-1, of_part.shape[-1])
+        walks.append(_Walk(
+            part, head=head, params=params, hidden_SH=hidden_SH, scale=scale,
+            common_scale=max(scales), gradients=gradients,
+            d_hidden_SH=_zero_gradient(hidden_SH, need), is_training=any(needs)))
+    return walks, gradients
+
+
+class _Walk:
     """Walk over the tiles of a part; add up the losses and the gradients.
 
     Args:
-        run: arguments of `tiled_losses`; part: the LossPart.
+        part: the Part.
         head: the student's head, in the dtype to compute in.
+        params: see `tiled_losses`.
         hidden_SH: (S, H) the student's hidden states.
         scale: by which the weights are divided, and the gradient of the hidden states with them.
         common_scale: by which the gradients that all parts share are divided.
         gradients: where those are added to.
         d_hidden_SH: where the gradient of the hidden states is written; None: nowhere.
-        train: whether any gradient is needed.
+        is_training: whether any gradient is needed.
     Attributes:
         sums_J: (J,) float32 sums of the losses.
     """
 
     def __init__(
-        self, run: _Run, part: LossPart, *, head: Head, hidden_SH: Tensor, scale: float,
-        common_scale: float, gradients: _HeadGradients, d_hidden_SH: Tensor | None, train: bool,
+        self, part: Part, *, head: Head, params: Sequence[Tensor], hidden_SH: Tensor, scale: float,
+        common_scale: float, gradients: _HeadGradients, d_hidden_SH: Tensor | None,
+        is_training: bool,
     ) -> None:
-        self.params = run.params
-        self.tile_loss = part.tile_loss
+        self.part = part
         self.head = head
+        self.params = params
         self.hidden_SH = hidden_SH
         self.common_factor = scale / common_scale
         self.gradients = gradients
         self.d_hidden_SH = d_hidden_SH
-        self.train = train
+        self.is_training = is_training
         self.dtype = head.weight_VH.dtype
         self.sums_J = torch.zeros(len(part.weights), device=hidden_SH.device)
         self.factors_J = filled(self.sums_J, [weight / scale for weight in part.weights])
@@ -744,22 +761,11 @@ class _TilePass:
         """Keep the matmuls in the dtype chosen above; only the loss itself sees autocast."""
         return torch.autocast(self.hidden_SH.device.type, enabled=False)
 
-    def add_tile(self, tile: Tile) -> None:
-        """Add the losses and the gradients of one tile."""
+    def logits(self, tile: Tile) -> tuple[Tensor, Tensor]:
+        """Return the hidden states (N, H) of a tile, and their linear logits (N, V)."""
         hidden_NH = self.hidden_SH.index_select(0, tile.student_positions).to(self.dtype)
         with self.without_autocast():
-            linear_NV = self.head.linear(hidden_NH, self.buffer)
-        for sub_tile in tile.sub_tiles:
-            self.add_sub_tile(linear_NV[sub_tile.student_slice], sub_tile)
-        if self.train:  # linear_NV holds its gradient now
-            # as wide as the matmuls take it; padding has the gradient 0
-            rows = self.head.matmul_rows
-            wide_NV = widened(linear_NV, rows)
-            if rows > self.head.tokens:
-                wide_NV[:, self.head.tokens :].zero_()
-            with self.without_autocast():
-                self.add_hidden_gradient(tile.student_positions, wide_NV)
-                self.add_head_gradients(hidden_NH, wide_NV)
+            return hidden_NH, self.head.linear(hidden_NH, self.buffer)
 
     def add_sub_tile(self, linear_NV: Tensor, sub_tile: SubTile) -> None:
         """Add the losses of one sub-tile and replace its linear logits by their gradient."""
@@ -770,22 +776,35 @@ class _TilePass:
         # A graph from the linear logits to the losses, built and freed here.
         d_linear_NV = None
         d_params: Sequence[Tensor | None] = ()
-        with torch.set_grad_enabled(self.train):
-            leaf_NV = linear_NV.detach().requires_grad_(self.train)
+        with torch.set_grad_enabled(self.is_training):
+            leaf_NV = linear_NV.detach().requires_grad_(self.is_training)
             student_logits = self.head.finish(leaf_NV)
-            sums_J = self.tile_loss(student_logits, teacher_logits, sub_tile)
+            sums_J = self.part.tile_loss(student_logits, teacher_logits, sub_tile)
             if sums_J.requires_grad:
                 inputs = [leaf_NV, *self.params]
                 d_linear_NV, *d_params = torch.autograd.grad(
                     sums_J, inputs, self.factors_J.to(sums_J.dtype), allow_unused=True)
         if d_linear_NV is not None:
             linear_NV.copy_(d_linear_NV)
-        elif self.train:  # no term begins here
+        elif self.is_training:  # no term begins here
             linear_NV.zero_()
         self.sums_J += sums_J.detach()
         for gradient, d_param in zip(self.gradients.params, d_params):
             if gradient is not None and d_param is not None:
                 gradient.add_(d_param, alpha=self.common_factor)
+
+    def add_gradients(self, tile: Tile, hidden_NH: Tensor, d_linear_NV: Tensor) -> None:
+        """Add what hidden states and head get of the gradient of a tile's linear logits."""
+        if not self.is_training:
+            return
+        # as wide as the matmuls take it; padding has the gradient 0
+        rows = self.head.matmul_rows
+        d_wide_NV = widened(d_linear_NV, rows)
+        if rows > self.head.tokens:
+            d_wide_NV[:, self.head.tokens :].zero_()
+        with self.without_autocast():
+            self.add_hidden_gradient(tile.student_positions, d_wide_NV)
+            self.add_head_gradients(hidden_NH, d_wide_NV)
 
     def add_hidden_gradient(self, positions: Tensor, d_wide_NV: Tensor) -> None:
         """Write the gradient of the tile's hidden states; every position is in one tile.

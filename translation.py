@@ -197,19 +197,17 @@ def _of_total(mass_G: Tensor, cells: Cells) -> Tensor:
     return _above_zero(cells.nodes.sum(mass_G))[cells.nodes.of_E]
 
 
-# (logits_KG, log q_KG) -> (K,) divergences
-Compare = Callable[[Tensor, Tensor], Tensor]
+# (logits_BKG, log q_BKG of cells, None) -> ((K,) divergences, their number)
+Compare = Callable[[Tensor, Tensor, None], losses.SumAndCount]
 
 
-def compare_cells(
-    divergence: Callable[..., losses.SumAndCount], temperature: float, parameters: dict[str, Any],
-    logits_KG: Tensor, logq_KG: Tensor,
-) -> Tensor:
-    """Return the (K,) divergences of nodes whose cells have these masses; see `translated`."""
+def softened_cells(
+    logits_KG: Tensor, logq_KG: Tensor, temperature: float
+) -> tuple[Tensor, Tensor, None]:
+    """Return what a divergence takes of nodes whose cells have these masses; see `translated`."""
     logp_KG = losses.softened(logits_KG, LOG_ZERO - losses.SHIFT, temperature)
     logq_KG = losses.softened(logq_KG, LOG_ZERO, temperature)
-    value_K, _ = divergence(logp_KG[None], logq_KG[None], None, reduction="none", **parameters)
-    return value_K
+    return logp_KG[None], logq_KG[None], None
 
 
 class Question(NamedTuple):
@@ -235,7 +233,7 @@ def root_question(x_NV: Tensor, cell_NC: Tensor, columns_V: losses.Columns) -> Q
 
 def root_values(
     x_NV: Tensor, cell_NC: Tensor, columns_V: losses.Columns, compare: Compare,
-    has_rest: bool = False,
+    temperature: float = 1.0, has_rest: bool = False,
 ) -> Tensor:
     """Return the (N,) divergences of root nodes: most of the time, and plain enough to compile.
 
@@ -243,12 +241,14 @@ def root_values(
         x_NV: the student's logits in these rows, at least float32.
         cell_NC: the teacher's mass in each cell, see `RootTarget`.
         columns_V: the cells of the student's tokens.
-        has_rest: see `translated`.
+        compare: a divergence with its parameters and no reduction.
+        temperature, has_rest: see `translated`.
     """
     logits_NC, logq_NC = root_question(x_NV, cell_NC, columns_V)
     if has_rest:
         logits_NC, logq_NC = merge_rest(logits_NC, logq_NC)
-    return compare(logits_NC, logq_NC)
+    value_N, _ = compare(*softened_cells(logits_NC, logq_NC, temperature))
+    return value_N
 
 
 def choice_question(
@@ -400,12 +400,12 @@ def translated(
     if x_NV.device.type == "cpu":  # else the rows that are needed, later
         x_NV = losses.at_least_float32(x_NV)
 
-    compare = partial(compare_cells, divergence, temperature, parameters)
+    compare = partial(divergence, reduction="none", **parameters)
     goes = going_on(y_MW, nodes.continuations, tables)
     cells = cells or CellColumns.of(tables)
     target = root_target(y_MW, nodes, goes, tables, cells.columns_W)
     x_root, answers = _read(x_NV, y_MW, nodes)
-    value_N = of_roots(x_root, target.cell_NC, cells.columns_V, compare, has_rest)
+    value_N = of_roots(x_root, target.cell_NC, cells.columns_V, compare, temperature, has_rest)
     choice_K, inside_K, rest_M = _compare_others(
         answers, y_MW, nodes, target, goes, compare=compare, temperature=temperature)
     if len(nodes.choices.level):
@@ -420,6 +420,25 @@ def translated(
         value_A, row_A = value_A[nodes.order_A], row_A[nodes.order_A]
     shape = student_logits_BSV.shape[:2]
     return losses.reduce_terms(value_A, row_A, shape, weight_BS, reduction)
+
+
+def translated_sub_tile(
+    student_NV: Tensor, teacher_MW: Tensor, sub_tile: Any, *, tables: Tables,
+    has_text: bool = True, **options: Any,
+) -> Tensor:
+    """Return the sum of `translated` over a sub-tile of tile_plan.py, whose terms are its nodes.
+
+    Args:
+        has_text: there is a cross-entropy beside it, which teaches what the teacher's rows do not
+            tell; else the loss has that part of one, but for what the student wrote.
+        Others: see `translated`.
+    """
+    weight = sub_tile.weight
+    value, _ = translated(
+        student_NV[None], teacher_MW[None], sub_tile.terms, tables,
+        weight_BS=weight if weight is None else weight[None],
+        text_weight=float(not (has_text or sub_tile.on_policy)), **options)
+    return value
 
 
 def _text_in_cells(x_NV: Tensor, next_N: Tensor, tables: Tables) -> Tensor:
@@ -455,10 +474,10 @@ def _compare_others(
             x_scope, y_MW, log_total_M=answers.log_total_M, target=target, goes=goes,
             choices=choices,
         )
-        choice_K = compare(*question)
+        choice_K, _ = compare(*softened_cells(*question, temperature))
     if len(insides.row_S):
         question = inside_question(x_inside, rest_inside, goes, nodes.continuations, insides)
-        inside_K = compare(*question)
+        inside_K, _ = compare(*softened_cells(*question, temperature))
     if num_many:
         logits_M = losses.at_least_float32(y_MW[rests.row_T, rests.next_T])
         logq_M = logits_M - answers.log_total_M[rests.row_T]

@@ -58,7 +58,7 @@ from isogloss.data.batch import Collator, PairOptions
 from isogloss.inputs import load_text_encoder, plan_teachers
 from isogloss.job.columns import put_together, take_apart
 from isogloss.objective.loss_table import LOSSES
-from isogloss.objective.objective import UNWEIGHTED, LossTerms, PairLoss, TeacherTerm
+from isogloss.objective.objective import LossTerms, Part
 from isogloss.student.engine import StudentWithLoss
 from isogloss.teachers.engines.whole import ModelTeacher, WholeModel
 from isogloss.tile_plan import GPU_SUB_TILES
@@ -367,13 +367,13 @@ def dry_step(folder, loss, case):
 def launches_of(cfg, student, setups, batch, watch):
     """Take the forward and backward passes of a step; return how many kernels are launched."""
     nobody = types.SimpleNamespace(loss_group=None)
-    [answers] = list(targets.step_targets(setups, [batch], nobody))
-    teachers = batch.teachers
+    [parts] = list(targets.step_parts(setups, [batch], nobody))
+    for part in parts:
+        part.weight = 0.7
+    parts[0].ce_weight = 0.3
     if cfg.teacher_weights != "fixed":
-        teachers = targets.weigh_by_confidence(cfg, teachers, answers)
-    terms = LossTerms(
-        0.3, [TeacherTerm(*pair, 0.7) for pair in zip(teachers, answers)],
-        batch.student.tiles, parameters=student.loss_parameters())
+        targets.weigh_by_confidence(parts, select=cfg.teacher_weights == "select")
+    terms = LossTerms(parts, parameters=student.loss_parameters())
     launches = {"teachers": watch.launches}
     reduce = terms.reduce
 
@@ -438,12 +438,12 @@ def copies_line(name):
         watch.live.clear()  # the logits of the tile
         watch.peak = 0
         begin.append(4 * (x.numel() + (0 if y is None else y.numel())))
-        return pair_loss(x, y, sub_tile)
+        return part.tile_loss(x, y, sub_tile)
 
-    pair_loss = PairLoss(loss, [0.3, 1.0])
+    part = Part(loss, ce_weight=0.3, weight=1.0)
     with mode, watch:
         leaves = hidden.requires_grad_(), Head(weight.requires_grad_())
-        tiled_loss(*leaves, teacher, tile_loss, tiles, [0.3, 1.0, *UNWEIGHTED])
+        tiled_loss(*leaves, teacher, tile_loss, tiles, part.weights)
     return {"copies": name, "peak": round(watch.peak / begin[0], 2), "launches": watch.launches,
             "wrong": watch.wrong}
 
@@ -499,7 +499,7 @@ def formula_of(name):
         return torch.empty(ROWS, width, device="cuda", dtype=dtype)
 
     if name == "piece_kl":
-        compare = functools.partial(translation.compare_cells, formulas.forward_kl, 1.0, {})
+        compare = functools.partial(formulas.forward_kl, reduction="none")
         sizes = VOCAB, VOCAB, CELLS, CELLS, CELLS // 100, VOCAB - CELLS, CELLS // 100 + 1
         dtypes = 2 * (torch.long, torch.bool) + 3 * (torch.long,)
         columns_V = formulas.Columns(*[torch.zeros(size, dtype=dtype, device="cuda")

@@ -268,20 +268,18 @@ class TableRun:
 
     def __init__(self, name, sizes, path):
         from benchmarks import loss as bench
-        from isogloss.objective.objective import PairLoss
+        from isogloss.objective.objective import Part
 
         self.run = bench.prepare(name, sizes, torch.bfloat16)
         self.teacher = self.run.teacher_logits(self.run.tiles)
         loss = self.run.compiled_loss if path == "compiled" else self.run.loss
-        self.loss = PairLoss(loss, [1.0, 1.0])
+        self.part = Part(loss, ce_weight=1.0, weight=1.0)
 
     def step(self):
         """Compute loss and gradients; nothing here reads them back."""
-        from isogloss.objective.objective import UNWEIGHTED
-
         self.run.clear_gradients()
         loss, _ = tiles.tiled_loss(self.run.hidden, tiles.Head(self.run.weight), self.teacher,
-                                   self.loss, self.run.tiles, [1.0, 1.0, *UNWEIGHTED])
+                                   self.part.tile_loss, self.run.tiles, self.part.weights)
         loss.backward()
 
 

@@ -6,7 +6,7 @@ Tests: tests/test_launch.py, tests/test_distributed.py.
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 import torch.distributed as dist
@@ -18,6 +18,7 @@ from isogloss.inputs import load_batches, samples_per_step
 from isogloss.job.launch import fail_together
 from isogloss.job.layout import SequenceGroup
 from isogloss.job.rendezvous import LOADING_TIMEOUT, set_timeout
+from isogloss.job.step_report import StepReport
 from isogloss.job.transfers import Uploads
 from isogloss.log import Taught, Waiting
 from isogloss.student import checks
@@ -40,6 +41,20 @@ if TYPE_CHECKING:
     from isogloss.student.whole_student import WholeStudent
     from isogloss.teachers.remote import TeacherClient
     from isogloss.writing.on_policy import Writer
+
+
+class StepHook(Protocol):
+    """Add to every step what a flag asks for; the door behind it puts one into a TrainState."""
+
+    def before_step(self, micro_batches: list) -> None:
+        """Change the Batches of a step, which are on the device; no teacher has been asked."""
+
+    def after_step(self, report: StepReport, micro_batches: list, parts: list) -> None:
+        """Add to what is logged.
+
+        Args:
+            parts: for each Batch the `objective.Part` of every teacher.
+        """
 
 
 @dataclass
@@ -68,6 +83,7 @@ class TrainState:
         data_seconds: for which this rank has waited for data since its last step.
         waiting: Waiting, which says so where that is long.
         taught: Taught, which says so where no teacher has taught anything so far.
+        hooks: StepHooks, in the order in which they are called.
         uploads: Uploads of the micro-batches.
         loss_dump: LossDump, or None.
     """
@@ -94,6 +110,7 @@ class TrainState:
     waiting: Waiting = field(default_factory=Waiting)
     taught: Taught = field(default_factory=Taught)
     loss_dump: "LossDump | None" = None
+    hooks: list[StepHook] = field(default_factory=list)
     uploads: Uploads = field(init=False)
 
     def __post_init__(self):

@@ -81,6 +81,9 @@ DOORS: dict[str, Door] = {
                    "teachers.kept_tokens", "teachers.packed_rows")),
     "served": Door("--teacher http://...", "A teacher behind a server.",
                    ("teachers.served", "teachers.text_server")),
+    "dynamic_scale": Door("--dynamic_scale", "Losses of teachers as large as the text's.",
+                          ("teachers.scales",), lambda cfg: cfg.dynamic_scale,
+                          prepares="teachers.scales"),
     "ensemble": Door("--teacher_weights mean_p", "The mean of several teachers.",
                      ("teachers.ensemble",)),
     # the student writes

@@ -11,7 +11,7 @@ from isogloss.config import Config
 from isogloss.data.sample import TextEncoder
 from isogloss.losses import row_sums, teacher_importance
 from isogloss.objective.loss_table import LOSSES, DistillationLoss, build_loss
-from isogloss.objective.objective import TeacherTarget, weigh_samples
+from isogloss.objective.objective import Part, weigh_samples
 from isogloss.teachers.protocol import BLOCK, TeacherSource, TeacherSpec
 from isogloss.tiles import TeacherBlocks
 
@@ -99,8 +99,8 @@ def without_gradient(student, batch, function):
     return reduced
 
 
-def step_targets(setups, micro_batches, student):
-    """Return an iterable over micro-batches: the TeacherTarget of every teacher.
+def step_parts(setups, micro_batches, student):
+    """Return an iterable over micro-batches: the Part of every teacher, without its weights.
 
     Those that are `asked_late` answer while it is walked over, so that what they said of the
     micro-batch before can be freed; without any it is a list.
@@ -113,30 +113,30 @@ def step_targets(setups, micro_batches, student):
     for number, setup in enumerate(setups):
         if not setup.asked_late:
             batches = [batch.teachers[number] for batch in micro_batches]
-            at_once[number] = teacher_targets(setup, batches, group)
+            at_once[number] = teacher_parts(setup, batches, group)
 
     def of_batch(index):
-        targets = []
+        parts = []
         for number, setup in enumerate(setups):
             if number in at_once:
-                targets.append(at_once[number][index])
+                parts.append(at_once[number][index])
             else:
-                targets += teacher_targets(setup, [micro_batches[index].teachers[number]], group)
-        return targets
+                parts += teacher_parts(setup, [micro_batches[index].teachers[number]], group)
+        return parts
 
-    targets = map(of_batch, range(len(micro_batches)))
-    return targets if len(at_once) < len(setups) else list(targets)
+    parts = map(of_batch, range(len(micro_batches)))
+    return parts if len(at_once) < len(setups) else list(parts)
 
 
-def teacher_targets(setup, batches, group=None):
+def teacher_parts(setup, batches, group=None):
     """Ask a teacher about its TeacherBatches of a step; its replica's ranks take part together.
 
     Args:
         group: ranks that compute losses; None: all.
     Returns:
-        a TeacherTarget for each micro-batch; none where another rank computes the loss.
+        a Part for each micro-batch, without weights; none where another rank computes the loss.
     """
-    targets = []
+    parts = []
     # one transfer of offloaded weights for all micro-batches
     with setup.source.on_device():
         for batch in batches:
@@ -144,37 +144,36 @@ def teacher_targets(setup, batches, group=None):
             if logits is None:
                 continue
             setup.bytes_per_token = logits.nbytes / batch.ids.numel()
-            targets.append(TeacherTarget(logits, setup.loss.loss_fn, None, setup.bytes_per_token,
-                                         is_observed=setup.loss.is_observed))
-    for target, batch in zip(targets, batches):
+            parts.append(Part(setup.loss.loss_fn, setup.loss.is_observed, logits, batch))
+    for part in parts:
         if setup.cfg.teacher_weights in ("ce", "select"):
-            target.confidence = sample_scores(target.logits, batch)
-        if batch.rollout_positions is not None:
-            target.rollout_nats = rollout_nats(target.logits, batch)
-    if targets and setup.keeps_columns:
+            part.confidence = sample_scores(part.teacher_logits, part.batch)
+        if part.batch.rollout_positions is not None:
+            part.rollout_nats = rollout_nats(part.teacher_logits, part.batch)
+    if parts and setup.keeps_columns:
         # The columns depend on all micro-batches and ranks, so that the loss does not depend on
         # how the step is cut.
-        kept_K = kept_columns(setup, batches, targets, group)
+        kept_K = kept_columns(setup, parts, group)
         loss_fn = setup.loss.for_columns(kept_K)
-        for target in targets:
-            target.logits = target.logits.columns(kept_K)
-            target.loss_fn = loss_fn
-    return targets
+        for part in parts:
+            part.teacher_logits = part.teacher_logits.columns(kept_K)
+            part.loss_fn = loss_fn
+    return parts
 
 
-def kept_columns(setup, batches, targets, group=None):
+def kept_columns(setup, parts, group=None):
     """Return the sorted teacher columns (K,) that a loss compares in this step, on every rank.
 
     Args:
-        group: see `teacher_targets`.
+        parts, group: see `teacher_parts`.
 
     They are those with the largest logit at any position in a chunk (`teacher_importance`).
     """
-    device = batches[0].ids.device
+    device = parts[0].batch.ids.device
     importance = torch.full((len(setup.encoder.table),), -torch.inf, device=device)
-    for batch, target in zip(batches, targets):
+    for part in parts:
         # no more logits exist at a time than in the loss itself
-        blocks = TeacherBlocks(target.logits, batch.tiles)
+        blocks = TeacherBlocks(part.teacher_logits, part.tiles)
         for positions in blocks.fetches:
             # the rest of truncated rows, in a column behind the tokens, has no place to compete for
             rows = blocks.fetch(positions)[:, : len(importance)]
@@ -231,17 +230,15 @@ def rollout_nats(logits, batch):
     return nats
 
 
-def weigh_by_confidence(cfg, batches, targets):
+def weigh_by_confidence(parts, select):
     """Let each sample of a micro-batch weigh as much as each teacher is sure of it.
 
     Args:
-        batches: TeacherBatch of every teacher; targets: TeacherTarget likewise.
-    Returns:
-        the batches, with weights.
+        parts: of every teacher.
+        select: the one that is surest of a sample alone teaches it.
     """
     from isogloss.teachers.mixing import teacher_weights
 
-    scores_MB = torch.stack([target.confidence for target in targets])
-    select = cfg.teacher_weights == "select"
-    weights_MB = teacher_weights(scores_MB, select)
-    return list(map(weigh_samples, batches, weights_MB))
+    scores_MB = torch.stack([part.confidence for part in parts])
+    for part, weight_B in zip(parts, teacher_weights(scores_MB, select)):
+        part.batch = weigh_samples(part.batch, weight_B)

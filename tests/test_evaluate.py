@@ -127,16 +127,16 @@ def test_a_batch_with_nothing_to_judge_adds_nothing(models, texts, tmp_path):
 def recorded_runs(argv_list):
     """Return (exit codes, confidences (M, B) of every micro-batch) of command lines on a rank."""
     confidences = []
-    all_targets = distill.all_targets
+    all_parts = distill.all_parts
 
     def recording(state, micro_batches):
-        of_batches = all_targets(state, micro_batches)
-        for targets in of_batches:
-            if targets[0].confidence is not None:
-                confidences.append(torch.stack([target.confidence for target in targets]))
+        of_batches = all_parts(state, micro_batches)
+        for parts in of_batches:
+            if parts[0].confidence is not None:
+                confidences.append(torch.stack([part.confidence for part in parts]))
         return of_batches
 
-    distill.all_targets = recording
+    distill.all_parts = recording
     return run_distill(argv_list), confidences
 
 

@@ -17,7 +17,7 @@ from isogloss import losses
 from isogloss.config import Config
 from isogloss.nodes import list_nodes
 from isogloss.objective import loss_table, projected
-from isogloss.objective.objective import PairLoss, TermSums
+from isogloss.objective.objective import Part, TermSums
 from isogloss.spelling import translation_tables
 from isogloss.teachers import mixing as teacher_mixing
 from isogloss.tile_plan import SubTile
@@ -91,8 +91,8 @@ def nemo_rl(data, case, x):
     terms = losses.find_chunks(*chunks)
     flat = [side.flatten() for side in (labels, torch.zeros_like(chunks[1]), *chunks)]
     sub_tile = SubTile(slice(None), slice(None), *flat, terms)
-    pair_loss = PairLoss(loss_fn, [1.0, 1.0], is_observed=loss.is_observed)
-    sums = pair_loss(x.flatten(0, 1), teacher.flatten(0, 1), sub_tile)
+    part = Part(loss_fn, loss.is_observed, ce_weight=1.0, weight=1.0)
+    sums = part.tile_loss(x.flatten(0, 1), teacher.flatten(0, 1), sub_tile)
     counted = TermSums(*sums.detach())
     sums = TermSums(*sums)
     num_tokens, num_chunks = is_labeled.sum(), len(terms.first_S)

@@ -96,7 +96,7 @@ def errors_at(state, writer):
         for parameter in model.parameters():
             parameter += 0.1 * torch.randn_like(parameter)
     batch = writer.collator([Example(rollout) for rollout in by_text.values()])
-    [batch], _ = weigh_by_ratio(writer.cfg, state.student, [batch], None)
+    weigh_by_ratio(writer.cfg, state.student, [batch], None)
     weighed, now = torch.zeros(2, PLACES, 2, dtype=torch.float64)
     for text, weights in zip(by_text, weights_of(batch)):
         written = before[text][-1]

@@ -17,7 +17,7 @@ from isogloss.tile_plan import GPU_SUB_TILES, plan_tiles
 from isogloss.tiles import (
     Head,
     HiddenLogits,
-    LossPart,
+    OnePart,
     SelectedColumns,
     ShardedLogits,
     StoredLogits,
@@ -388,11 +388,11 @@ def test_parts_add_up_to_the_sum_of_their_losses(kind):
     other_hidden = (models.hidden.detach() * 2).requires_grad_()
     source = models.teacher["hidden"]
     parts = [
-        LossPart(models.hidden, source, models.loss("gold"), models.tiles(0.002, "gold"),
+        OnePart(models.hidden, source, models.loss("gold"), models.tiles(0.002, "gold"),
                  [0.3, 2.0]),
-        LossPart(other_hidden, source, with_cross_entropy(of_projection), models.tiles(0.01),
+        OnePart(other_hidden, source, with_cross_entropy(of_projection), models.tiles(0.01),
                  [0.0, 1e-4]),
-        LossPart(models.hidden, source, models.loss("uld"), models.tiles(0.01, "uld"), [0.0, 0.0])]
+        OnePart(models.hidden, source, models.loss("uld"), models.tiles(0.01, "uld"), [0.0, 0.0])]
     inputs = [*models.inputs, other_hidden, weight]
     value, sums = tiled_losses(models.head, parts, [weight])
     expected = 0.0
@@ -461,7 +461,7 @@ def test_the_matmuls_add_to_one_gradient_of_the_head(num_teachers, error, monkey
         inputs = [hidden.requires_grad_(), weight.requires_grad_()]
         parts = []
         for number, y in enumerate(teacher_rows):
-            parts.append(LossPart(hidden, StoredLogits(y), kl_of_tile, tiles, [0.5**number]))
+            parts.append(OnePart(hidden, StoredLogits(y), kl_of_tile, tiles, [0.5**number]))
         with MixedMatmuls() as matmuls:
             value, _ = tiled_losses(Head(weight, vocab=V), parts)
         results.append(gradients(value, inputs))

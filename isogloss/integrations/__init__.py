@@ -29,8 +29,8 @@ from isogloss.data.sample import TextEncoder
 from isogloss.inputs import with_common_ids
 from isogloss.job.columns import to_device
 from isogloss.models.pretrained import load_model
-from isogloss.objective.objective import LossTerms, TeacherTerm, micro_batch_loss
-from isogloss.targets import TeacherSetup, teacher_targets
+from isogloss.objective.objective import LossTerms
+from isogloss.targets import TeacherSetup, teacher_parts
 from isogloss.teachers.engines.whole import ModelTeacher, WholeModel
 from isogloss.teachers.model import ModelSpec
 from isogloss.tiles import StoredLogits, head_of
@@ -152,11 +152,11 @@ class Distillation:
         num_ce, num_kd = terms
         self.to(logits.device)
         moved = to_device(batch["batch"], self.device)
-        [target] = teacher_targets(self.setup, moved.teachers)
+        [part] = teacher_parts(self.setup, moved.teachers)
+        part.ce_weight = scale * self.cfg.ce_weight / max(num_ce, 1)
+        part.weight = scale * self.cfg.kd_weight / max(num_kd, 1)
         student = StoredLogits(logits[..., : len(self.student.table)].flatten(0, 1))
-        term = TeacherTerm(moved.teachers[0], target, scale * self.cfg.kd_weight / max(num_kd, 1))
-        loss, sums = micro_batch_loss(
-            student, LossTerms(scale * self.cfg.ce_weight / max(num_ce, 1), [term]))
+        loss, sums = LossTerms([part]).reduce(student)
         return loss, sums[0, :2]
 
 

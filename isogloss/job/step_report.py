@@ -32,6 +32,21 @@ class StepReport:
         self.teacher_bytes = state.student.share(bytes_per_token)
         self.others = {}
 
+    def add_engine(self, lr, local_norm):
+        """Add how the step was taken.
+
+        Args:
+            lr: learning rate; local_norm: see `StudentRunner.train`.
+        """
+        state = self.state
+        norm = state.engine.get_global_grad_norm()
+        # a tensor is not asked whether it is 0: that would wait for the device
+        norm = Readback(norm) if torch.is_tensor(norm) else float(norm or local_norm)
+        self.others |= state.student.metrics() | {
+            "lr": lr, "grad_norm": norm, "skipped_steps": state.engine.skipped_steps,
+            "data_seconds": state.data_seconds}
+        state.data_seconds = 0.0
+
     def sums_of(self, number):
         return TermSums(*self.sums.read()[number])
 
@@ -90,15 +105,3 @@ def named(state, setup, metrics):
     if len(state.teachers) == 1:
         return metrics
     return {f"{key}/{setup.name}": value for key, value in metrics.items()}
-
-
-def gradient_norm_of(engine, local_norm):
-    """Return the gradient's norm, or a Readback of it where it is on the device.
-
-    Args:
-        local_norm: see `StudentRunner.train`.
-    """
-    norm = engine.get_global_grad_norm()
-    if torch.is_tensor(norm):  # not asked whether it is 0: that would wait for the device
-        return Readback(norm)
-    return float(norm or local_norm)

@@ -40,7 +40,7 @@ class LossDump:
         Args:
             step: that it belongs to.
             batch: Batch.
-            position_losses: of each teacher, see `objective.position_losses`.
+            position_losses: of each teacher, see `objective.Part.kept_positions`.
         Raises:
             CannotSave: the disk refuses it.
         """

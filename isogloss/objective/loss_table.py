@@ -16,7 +16,7 @@ from isogloss.projection_tools.cells import cached_translation
 from isogloss.projection_tools.tokenizers import Pair
 from isogloss.teachers.protocol import FLAGS_OF_MODELS
 from isogloss.tile_plan import GPU_SUB_TILES
-from isogloss.translation import CellColumns, cell_coverage, root_values, translated
+from isogloss.translation import CellColumns, cell_coverage, root_values, translated_sub_tile
 
 DEFAULT_COPIES = GPU_SUB_TILES.live_copies
 
@@ -128,12 +128,7 @@ def _chosen(logits, rows, in_order):
 
 def build_translated(pair, device, divergence, parameters, has_rest=False, compiler=plain, *,
                      has_text=True):
-    """Build a divergence between any two tokenizers, see translation.py.
-
-    Args:
-        has_text: there is a cross-entropy beside it, which teaches what the teacher's rows do not
-            tell; else the loss has that part of one, but for what the student wrote.
-    """
+    """Build a divergence between any two tokenizers, see `translation.translated_sub_tile`."""
     of_roots = compiler(root_values)
     tables = Tables(**{name: as_index(value) for name, value in translation_fields(pair).items()})
     of_rows = with_rest(tables) if has_rest else tables
@@ -141,12 +136,9 @@ def build_translated(pair, device, divergence, parameters, has_rest=False, compi
     of_rows = Tables(*[value.to(device) if isinstance(value, torch.Tensor) else value
                        for value in of_rows])
 
-    def loss_fn(student_logits, teacher_logits, sub_tile):
-        weight_BS = None if sub_tile.weight is None else sub_tile.weight[None]
-        return translated(
-            student_logits[None], teacher_logits[None], sub_tile.terms, of_rows,
-            divergence=divergence, weight_BS=weight_BS, has_rest=has_rest, of_roots=of_roots,
-            cells=cells, text_weight=float(not (has_text or sub_tile.on_policy)), **parameters)[0]
+    loss_fn = partial(
+        translated_sub_tile, tables=of_rows, divergence=divergence, has_text=has_text,
+        has_rest=has_rest, of_roots=of_roots, cells=cells, **parameters)
 
     def coverage(teacher_logits, sub_tile):
         return cell_coverage(teacher_logits[None], sub_tile.terms, of_rows)

@@ -1,8 +1,9 @@
 """Compute the loss of a micro-batch: cross-entropy and the distillation loss of every teacher.
 
-Every term is a sum over the sub-tiles of a micro-batch, times a weight that makes it part of the
-mean over the whole step on all ranks.  Sums and gradients come from `tiles.tiled_losses`; without
-tiling from the logits of the whole micro-batch.
+Each teacher has a `Part` of it, and the first one's tiles carry the cross-entropy: the text is
+learned once.  Every term is a sum over the sub-tiles of a micro-batch, times a weight that makes it
+part of the mean over the whole step on all ranks.  Sums and gradients come from
+`tiles.tiled_losses`; without tiling from the logits of the whole micro-batch.
 """
 
 from collections.abc import Callable
@@ -10,199 +11,146 @@ from dataclasses import dataclass
 
 import torch
 
-from isogloss.data.batch_types import TeacherBatch, weigh_positions
+from isogloss.data.batch_types import StudentBatch, TeacherBatch, weigh_positions
 from isogloss.job.counts import TermSums
 from isogloss.job.layout import SequenceGroup
 from isogloss.losses import next_token_cross_entropy
-from isogloss.tiles import (
-    HiddenLogits,
-    LogitsSource,
-    LossPart,
-    tiled_losses,
-    weighted,
-)
+from isogloss.tiles import HiddenLogits, LogitsSource, tiled_losses, weighted
 
 # What is counted beside the two losses has no weight: the part in rollouts is in the second.
 UNWEIGHTED = (0.0,) * (len(TermSums._fields) - 2)
 
 
 @dataclass
-class TeacherTarget:
-    """Hold what a teacher says about one micro-batch.
+class Part:
+    """Hold what one teacher, or the text alone, adds to the loss of a micro-batch; a `tiles.Part`.
 
     Attributes:
-        logits: LogitsSource of its positions; of the kept columns where the loss keeps some.
-        loss_fn, is_observed: see `loss_table.DistillationLoss`, for these columns.
-        confidence: (B,) float, how sure it is of each sample; None where nothing asks for it.
-        bytes_per_token: memory that its logits occupy until the loss reads them.
+        loss_fn, is_observed: see `loss_table.DistillationLoss`, for the columns of the teacher's
+            logits; loss_fn None: there is no teacher.
+        teacher_logits: LogitsSource of its positions; of the kept columns where the loss keeps
+            some.
+        batch: TeacherBatch of the positions; of a text alone its StudentBatch.
+        ce_weight: factor of the sum of the cross-entropy; None: another part has the text.
+        weight: factor of the sum of the distillation loss; what has weight 0 is not computed.
+        confidence: (B,) float, how sure the teacher is of each sample; None: nothing asks for it.
         rollout_nats: (samples,) -log q of its tokens in the chunks of rollouts; None: there is no
             rollout.
+        student_hidden: values of the student's positions, see `LossTerms.reduce`.
+        position_losses: a list to which each sub-tile adds the (n,) distillation loss of the terms
+            that begin at each student position; None: nobody asks.
     """
 
-    logits: LogitsSource
-    loss_fn: Callable
-    confidence: torch.Tensor | None
-    bytes_per_token: float
-    rollout_nats: torch.Tensor | None = None
+    loss_fn: Callable | None = None
     is_observed: bool = False
+    teacher_logits: LogitsSource | None = None
+    batch: TeacherBatch | StudentBatch | None = None
+    ce_weight: float | None = None
+    weight: float = 0.0
+    confidence: torch.Tensor | None = None
+    rollout_nats: torch.Tensor | None = None
+    student_hidden: torch.Tensor | None = None
+    position_losses: list | None = None
 
+    @property
+    def tiles(self):
+        return self.batch.tiles
 
-@dataclass
-class TeacherTerm:
-    """Hold one teacher's term in the loss of a micro-batch.
+    @property
+    def weights(self):
+        """Return the factor of each of `TermSums`."""
+        return [self.ce_weight or 0.0, self.weight, *UNWEIGHTED]
 
-    Attributes:
-        batch: TeacherBatch.
-        target: TeacherTarget.
-        weight: factor of the sum of its distillation loss.
-    """
+    def tile_loss(self, student, teacher, sub_tile):
+        """Return (5,) `TermSums` of a sub-tile; see `tiles.Part`."""
+        # half precision would round sums of thousands of terms
+        zero = student.new_zeros((), dtype=torch.float32)
+        ce = kd = correct = agreed = zero
+        if self.ce_weight is not None and not sub_tile.on_policy:
+            labels = sub_tile.student_labels
+            # not argmax, which takes a CPU twice as long
+            likely = student.detach().max(-1).indices
+            correct = (likely == labels).sum(dtype=torch.float32)
+            if self.ce_weight:
+                # Tiles hold labeled positions only, so no row has to be selected.
+                ce, _ = next_token_cross_entropy(student[None], labels[None], select=False)
+        if self.loss_fn and self.weight:
+            agreement = Agreement()
+            loss_fn = self.loss_fn if self.position_losses is None else self._loss_by_position
+            kd = loss_fn(student, teacher, sub_tile, *[agreement] * self.is_observed)
+            agreed = agreement.count if self.is_observed else zero
+        rollout_kd = kd.detach() if sub_tile.on_policy else zero
+        return torch.stack(TermSums(ce, kd, rollout_kd, correct, agreed))
 
-    batch: TeacherBatch
-    target: TeacherTarget
-    weight: float
+    def _loss_by_position(self, student, teacher, sub_tile, *observers):
+        """Return the distillation loss, and keep what it has of each position."""
+        weight = sub_tile.weight
+        weight = student.new_ones(len(student)).float() if weight is None else weight.detach()
+        weight.requires_grad_()
+        with torch.enable_grad():
+            kd = self.loss_fn(student, teacher, sub_tile._replace(weight=weight), *observers)
+            # a sum of weighted terms is linear in their weights
+            [value] = torch.autograd.grad(kd, weight, retain_graph=True)
+        self.position_losses.append((value * weight).detach())
+        return kd
+
+    def kept_positions(self):
+        """Return (student positions (N,), their distillation loss (N,)) of `position_losses`."""
+        nothing = self.student_hidden.new_zeros(0)
+        positions = [tile.student_positions for tile in self.tiles]
+        return (torch.cat([nothing.long(), *positions]),
+                torch.cat([nothing.float(), *self.position_losses]))
 
 
 @dataclass
 class LossTerms:
-    """Tell `StudentWithLoss` what to make of its logits: all terms in a micro-batch's loss.
+    """Tell `StudentWithLoss` what to make of its logits: all parts of a micro-batch's loss.
 
     Attributes:
-        ce_weight: factor of the sum of the cross-entropy.
-        teachers: a TeacherTerm for each teacher.
-        tiles: for the cross-entropy where there is no teacher, else None.
+        parts: a Part for each teacher, of which the first one has the text; or of the text alone.
         sequence_group: ranks that hold the other shards of the sequences, or None.
         parameters: what the loss trains beside the student's model.
         balance: `router.RouterBalance`, or None.
-        dump: is given, for each teacher, the (positions, losses) of `PairLoss.position_losses`; or
-            None.
+        dump: is given, for each teacher, what `Part.kept_positions` returns; or None.
     """
 
-    ce_weight: float
-    teachers: list[TeacherTerm]
-    tiles: list | None = None
+    parts: list[Part]
     sequence_group: SequenceGroup | None = None
     parameters: list = ()
     balance: object = None
     dump: Callable | None = None
 
     def reduce(self, student_logits):
-        return micro_batch_loss(student_logits, self)
+        """Compute the weighted loss of a micro-batch.
+
+        Args:
+            student_logits: HiddenLogits (then no more than a tile of logits ever exists) or
+                StoredLogits, of the flattened (B * S) positions of this rank.
+        Returns:
+            (loss, sums): () with its gradient; (M, 5) `TermSums` of each part.
+        """
+        sources = []
+        for part in self.parts:
+            source = student_logits
+            if self.sequence_group and part.loss_fn:  # chunks that a sequence shard's border cuts
+                source = self.sequence_group.with_halo(student_logits, part.batch.halo_index)
+            part.student_hidden = source.values
+            part.position_losses = [] if self.dump else None
+            sources.append(source)
+        if isinstance(student_logits, HiddenLogits):
+            # together: the gradient of the head exists once, however many teachers there are
+            loss, sums = tiled_losses(student_logits.head, self.parts, self.parameters)
+        else:
+            losses, sums = zip(*map(untiled_loss, sources, self.parts))
+            loss = torch.stack(losses).sum()
+        if self.dump:
+            self.dump([part.kept_positions() for part in self.parts])
+        return loss, torch.stack(sums)
 
     def with_routers(self, reduced, heard, is_text):
         """Return (loss, sums) with the loss of the routers, whose logits were heard."""
         loss, sums = reduced
         return loss + self.balance.loss(heard, is_text), sums
-
-
-def micro_batch_loss(student_logits, terms):
-    """Compute the weighted loss of a micro-batch.
-
-    Args:
-        student_logits: HiddenLogits (then no more than a tile of logits ever exists) or
-            StoredLogits, of the flattened (B * S) positions of this rank.
-        terms: LossTerms.
-    Returns:
-        (loss, sums): () with its gradient; (M, 5) `TermSums` of each teacher.  The first teacher's
-        tiles carry the cross-entropy: the text is learned once.
-    """
-    if not terms.teachers:  # the text alone
-        loss, sums = text_loss(student_logits, terms.tiles, terms.ce_weight)
-        return torch.stack([loss]).sum(), torch.stack([sums])
-    sources = []
-    parts = []
-    for number, term in enumerate(terms.teachers):
-        source = student_logits
-        if terms.sequence_group:  # hidden states of chunks that a sequence shard's border cuts
-            source = terms.sequence_group.with_halo(student_logits, term.batch.halo_index)
-        weights = [0.0 if number else terms.ce_weight, term.weight, *UNWEIGHTED]
-        tile_loss = PairLoss(term.target.loss_fn, weights[:2], has_text=number == 0,
-                             is_observed=term.target.is_observed,
-                             position_losses=[] if terms.dump else None)
-        sources.append(source)
-        parts.append(LossPart(source.values, term.target.logits, tile_loss, term.batch.tiles,
-                              weights))
-    if isinstance(student_logits, HiddenLogits):
-        # together: the gradient of the head exists once, however many teachers there are
-        loss, sums = tiled_losses(student_logits.head, parts, terms.parameters)
-    else:
-        losses, sums = zip(*map(untiled_part, sources, parts))
-        loss = torch.stack(losses).sum()
-    if terms.dump:
-        terms.dump(list(map(position_losses, parts)))
-    return loss, torch.stack(sums)
-
-
-def untiled_part(source, part):
-    return untiled_loss(source, part.teacher_logits, part.tile_loss, part.tiles, part.weights)
-
-
-def text_loss(student_logits, tiles, weight):
-    """Compute the cross-entropy over some tiles; returns (loss, sums), see `micro_batch_loss`.
-
-    Args:
-        student_logits: HiddenLogits or StoredLogits.
-    """
-    weights = [weight, 0.0, *UNWEIGHTED]
-    tile_loss = PairLoss(None, weights[:2])
-    if isinstance(student_logits, HiddenLogits):
-        part = LossPart(student_logits.hidden_TH, None, tile_loss, tiles, weights)
-        loss, [sums] = tiled_losses(student_logits.head, [part])
-        return loss, sums
-    return untiled_loss(student_logits, None, tile_loss, tiles, weights)
-
-
-@dataclass
-class PairLoss:
-    """Compute the sums of a sub-tile; a `tiles.TileLoss`.
-
-    Attributes:
-        kd_loss: see `loss_table.DistillationLoss.loss_fn`; None: there is no teacher.
-        weights: of cross-entropy and distillation loss; what has weight 0 is not computed.
-        has_text: the text is counted here, as with the first of several teachers.
-        is_observed: see `loss_table.DistillationLoss`.
-        position_losses: a list to which each sub-tile adds the (n,) distillation loss of the terms
-            that begin at each student position; None: nobody asks.
-    """
-
-    kd_loss: Callable | None
-    weights: list
-    has_text: bool = True
-    is_observed: bool = False
-    position_losses: list | None = None
-
-    def __call__(self, student, teacher, sub_tile):
-        """Return (5,) `TermSums`."""
-        # half precision would round sums of thousands of terms
-        zero = student.new_zeros((), dtype=torch.float32)
-        ce = kd = correct = agreed = zero
-        if self.has_text and not sub_tile.on_policy:
-            labels = sub_tile.student_labels
-            # not argmax, which takes a CPU twice as long
-            likely = student.detach().max(-1).indices
-            correct = (likely == labels).sum(dtype=torch.float32)
-            if self.weights[0]:
-                # Tiles hold labeled positions only, so no row has to be selected.
-                ce, _ = next_token_cross_entropy(student[None], labels[None], select=False)
-        if self.kd_loss and self.weights[1]:
-            agreement = Agreement()
-            kd = self._kd(student, teacher, sub_tile, *[agreement] * self.is_observed)
-            agreed = agreement.count if self.is_observed else zero
-        rollout_kd = kd.detach() if sub_tile.on_policy else zero
-        return torch.stack(TermSums(ce, kd, rollout_kd, correct, agreed))
-
-    def _kd(self, student, teacher, sub_tile, *observe):
-        """Return the distillation loss, and keep what it has of each position where asked to."""
-        if self.position_losses is None:
-            return self.kd_loss(student, teacher, sub_tile, *observe)
-        weight = sub_tile.weight
-        weight = student.new_ones(len(student)).float() if weight is None else weight.detach()
-        weight.requires_grad_()
-        with torch.enable_grad():
-            kd = self.kd_loss(student, teacher, sub_tile._replace(weight=weight), *observe)
-            # a sum of weighted terms is linear in their weights
-            [value] = torch.autograd.grad(kd, weight, retain_graph=True)
-        self.position_losses.append((value * weight).detach())
-        return kd
 
 
 class Agreement:
@@ -217,30 +165,28 @@ class Agreement:
         self.count = (likely[0] == likely[1]).sum(dtype=torch.float32)
 
 
-def position_losses(part):
-    """Return (student positions (N,), their distillation loss (N,)) of what a LossPart has kept."""
-    nothing = part.student_hidden.new_zeros(0)
-    positions = [tile.student_positions for tile in part.tiles]
-    kept = part.tile_loss.position_losses
-    return torch.cat([nothing.long(), *positions]), torch.cat([nothing.float(), *kept])
+def untiled_loss(student_logits, part):
+    """Do what `tiled_losses` does with StoredLogits: autograd keeps whatever a loss makes of them.
 
-
-def untiled_loss(student_logits, teacher_logits, tile_loss, tiles, weights):
-    """Do what `tiled_loss` does with StoredLogits: autograd keeps whatever a loss makes of them."""
+    Args:
+        part: Part.
+    Returns:
+        (loss, sums): (), and the (5,) `TermSums`, without a gradient.
+    """
     # one term of the graph, also for a rank without a tile
     sums = [student_logits.logits_TW[:0].float().sum().expand(len(TermSums._fields))]
-    for tile in tiles:
+    for tile in part.tiles:
         student = student_logits(tile.student_positions)
         for sub_tile in tile.sub_tiles:
             teacher = None
-            if teacher_logits is not None:
+            if part.teacher_logits is not None:
                 # Not TeacherBlocks, which would write over what backward still needs.
                 if sub_tile.teacher_positions is not None:
-                    block = teacher_logits(sub_tile.teacher_positions)
+                    block = part.teacher_logits(sub_tile.teacher_positions)
                 teacher = block[sub_tile.teacher_slice]
-            sums.append(tile_loss(student[sub_tile.student_slice], teacher, sub_tile))
+            sums.append(part.tile_loss(student[sub_tile.student_slice], teacher, sub_tile))
     total = torch.stack(sums).sum(0)
-    return weighted(total, weights), total.detach()
+    return weighted(total, part.weights), total.detach()
 
 
 def weigh_samples(batch, weight_B):

@@ -178,7 +178,7 @@ class StudentRunner(Protocol):
             micro_batches: Batches on the device.
             terms: LossTerms of each, where this rank computes the loss.
         Returns:
-            (sums, norm): (M, 5) over this rank's micro-batches, see `objective.micro_batch_loss`;
+            (sums, norm): (M, 5) over this rank's micro-batches, see `LossTerms.reduce`;
             the gradient's norm where the engine reports none.
         """
 
@@ -226,22 +226,19 @@ class EngineRunner:
             self.num_parameters += numel if parameter.requires_grad else numel * 2 / 3
 
     def train(self, micro_batches, terms):
-        with self.late.held() if self.late else nullcontext():
-            return self._train(micro_batches, terms)
-
-    def _train(self, micro_batches, terms):
         engine = self.engine
         total = 0
-        if self.balance:
-            self.balance.begin(engine, micro_batches)
-        for batch, batch_terms in zip(micro_batches, terms, strict=True):
-            batch_terms.balance = self.balance
-            loss, sums = engine(batch.student, batch_terms)
-            total = total + sums
-            engine.backward(spoil_gradient_unless_finite(loss))
-            norm = gradient_norm(engine)
-            # changes weights after the last micro-batch, and none if the gradient is not finite
-            engine.step()
+        with self.late.held() if self.late else nullcontext():
+            if self.balance:
+                self.balance.begin(engine, micro_batches)
+            for batch, batch_terms in zip(micro_batches, terms, strict=True):
+                batch_terms.balance = self.balance
+                loss, sums = engine(batch.student, batch_terms)
+                total = total + sums
+                engine.backward(spoil_gradient_unless_finite(loss))
+                norm = gradient_norm(engine)
+                # changes weights after the last micro-batch, and none if the gradient is not finite
+                engine.step()
         return total, norm
 
     @property

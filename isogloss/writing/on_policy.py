@@ -44,7 +44,7 @@ from isogloss.student.engine import StudentRunner
 from isogloss.student.whole_student import WholeStudent, lend
 from isogloss.targets import rollout_nats
 from isogloss.writing.node_writer import NodeWriter
-from isogloss.writing.rollout_ratio import current_logp
+from isogloss.writing.rollout_ratio import current_logp, weigh_by_ratio
 
 # Steps of which the first is asked how far the student is from its teachers, which takes the
 # teachers' logits once more: 6 % of a step of small models.
@@ -316,22 +316,22 @@ class Writer:
 
     # what is logged
 
-    def describe(self, batches, counts, targets, names):
+    def describe(self, batches, counts, parts, names):
         """Keep the records of a step; return its metrics, equal on every rank.
 
         All ranks take part.
         """
         nats_of_batches = []
-        for of_batch in targets:
-            nats_of_batches.append([target.rollout_nats for target in of_batch])
+        for of_batch in parts:
+            nats_of_batches.append([part.rollout_nats for part in of_batch])
         if not self.runner.computes_loss:
             nats_of_batches = [[None] * len(names) for _ in batches]
         self.records = self.first_records(batches, nats_of_batches, names)
         sums = RolloutSums(seconds=self.seconds, teacher_nats=[0.0] * len(names))
-        for of_batch in targets:
-            for number, target in enumerate(of_batch):
-                if target.rollout_nats is not None:
-                    sums.teacher_nats[number] += float(target.rollout_nats.sum())
+        for of_batch in parts:
+            for number, part in enumerate(of_batch):
+                if part.rollout_nats is not None:
+                    sums.teacher_nats[number] += float(part.rollout_nats.sum())
         for batch in batches if self._counts_samples() else []:
             sums.samples += len(batch.sample_ids)
             sums.skipped_prompts += batch.skipped_prompts
@@ -558,12 +558,52 @@ def record_of(rollout, teacher_nats):
     }
 
 
+@dataclass
+class RolloutHook:
+    """Weigh the rollouts of a step, and say what is to be logged of them; a `build.StepHook`.
+
+    Attributes:
+        state: `build.TrainState`.
+        metrics: of the current step, those that are known before it.
+    """
+
+    state: object
+    metrics: dict = field(default_factory=dict)
+
+    def before_step(self, micro_batches):
+        """Check rollouts that were just written, weigh older ones.
+
+        Raises:
+            WriterError: what writes has other weights than the student.
+        """
+        state = self.state
+        if micro_batches[0].rollout_age:
+            self.metrics = weigh_by_ratio(
+                state.cfg, state.student, micro_batches, state.sequence_group)
+            return
+        self.metrics = {}
+        if state.writer.has_other_weights():
+            self.metrics = state.writer.gap(micro_batches)
+            gap = self.metrics["rollout/logp_gap"]
+            if gap is not None and not gap <= state.cfg.max_logp_gap:  # NaN too
+                raise WriterError(
+                    "what writes has other weights than the student: the log-probabilities of its "
+                    f"tokens differ by {gap:.3g} nats on average (--max_logp_gap "
+                    f"{state.cfg.max_logp_gap})")
+
+    def after_step(self, report, micro_batches, parts):
+        names = [setup.name for setup in self.state.teachers]
+        report.others |= self.metrics
+        report.others |= self.state.writer.describe(micro_batches, report.counts, parts, names)
+
+
 def prepare(state, inputs, stack):
     if not state.cfg.writer_command:
         lend(state, writes=True)
     state.writer = load_writer(state, inputs)
     stack.callback(state.writer.close)
     check_writing(state.writer)
+    state.hooks.append(RolloutHook(state))
 
 
 def load_writer(state, inputs):

@@ -58,8 +58,10 @@ def weigh_by_ratio(cfg, student, batches, sequence_group):
     A term at a place of a rollout weighs p / p_old of the tokens before it, because so much more
     often the student would be there today.
 
+    Args:
+        batches: Batches, whose TeacherBatches are replaced.
     Returns:
-        (the batches, metrics).
+        metrics.
     """
     sums = RatioSums()
     largest = 0.0
@@ -79,11 +81,10 @@ def weigh_by_ratio(cfg, student, batches, sequence_group):
     sums = sums.all_reduce()
     largest = torch.tensor(largest, device=student.engine.device)
     dist.all_reduce(largest, op=dist.ReduceOp.MAX)
-    metrics = {"rollout/ratio": mean_of(sums.total, sums.count),
-               "rollout/ratio_limited": mean_of(sums.limited, sums.count),
-               "rollout/effective_share": mean_of(sums.total**2, sums.squares * sums.count),
-               "rollout/ratio_max": float(largest) if sums.count else None}
-    return batches, metrics
+    return {"rollout/ratio": mean_of(sums.total, sums.count),
+            "rollout/ratio_limited": mean_of(sums.limited, sums.count),
+            "rollout/effective_share": mean_of(sums.total**2, sums.squares * sums.count),
+            "rollout/ratio_max": float(largest) if sums.count else None}
 
 
 def rollout_ratio(cfg, batch, logp_BS, sequence_group, sums):
