@@ -282,6 +282,18 @@ def once(path, make):
     return json.loads(path.read_text())
 
 
+def processes(count):
+    """Return a pool whose processes end with what they ran, so that no model stays in memory."""
+    context = multiprocessing.get_context("spawn")
+    return ProcessPoolExecutor(count, context, max_tasks_per_child=1)
+
+
+def apart(function, *arguments):
+    """Return function(*arguments), called in a process of its own."""
+    with processes(1) as pool:
+        return pool.submit(function, *arguments).result()
+
+
 def train(folder, args, paths, arm, seed, steps):
     """Train and judge a student; return its results."""
     torch.set_num_threads(demo.num_threads(args.jobs))
@@ -331,7 +343,7 @@ def prepare_all(args, folder):
     tokenizer = args.tokenizer or demo.make_once(RUNS / "mistral_tokenizer", write_mistral)
     paths = SimpleNamespace(folder=folder, model=model, data=folder / "learned.jsonl",
                             student=folder / "student")
-    learned, held_out = once(folder / "all_texts.json", lambda: domains(args, model))
+    learned, held_out = once(folder / "all_texts.json", lambda: apart(domains, args, model))
     once(folder / "texts.json", lambda: held_out)
     paths.data.write_text("".join(json.dumps({"text": text}) + "\n" for text in learned))
     sample = folder / "learned.txt"
@@ -340,9 +352,9 @@ def prepare_all(args, folder):
         command = [sys.executable, "-m", "isogloss.transfer", "--model", model, "--tokenizer",
                    tokenizer, "--texts", sample, "--output", paths.student]
         subprocess.run(list(map(str, command)), check=True, cwd=ROOT)
-    once(folder / "as_it_was.json", lambda: judge(model, held_out))
+    once(folder / "as_it_was.json", lambda: apart(judge, model, held_out))
     was = read(folder, "as_it_was")[0]
-    once(folder / "before.json", lambda: judge(paths.student, held_out, was))
+    once(folder / "before.json", lambda: apart(judge, paths.student, held_out, was))
     return paths
 
 
@@ -351,8 +363,7 @@ def train_all(args, folder, paths):
     arms = list(ARMS)
     if args.arms:
         arms = [arms[int(number) - 1] for number in args.arms.split(",")]
-    context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(args.jobs, context) as pool:
+    with processes(args.jobs) as pool:
         submit = partial(pool.submit, train, folder, args, paths)
         jobs = {arm: [submit(arm, seed, args.steps) for seed in range(args.seeds)]
                 for arm in arms if arm != SAME_TIME}

@@ -404,7 +404,7 @@ def test_what_a_transferred_model_wins_back_is_a_table(models, tokenizers, tmp_p
     monkeypatch.setattr(transfer, "HELD_OUT", 4)
     args = transfer.Args(model=models[0], tokenizer=str(tmp_path / "tokenizer"), name="toy",
                          arms="1,2,3", steps=2, jobs=1, shows=False)
-    monkeypatch.setattr(transfer, "ProcessPoolExecutor", lambda *_: ThreadPoolExecutor(1))
+    monkeypatch.setattr(transfer, "ProcessPoolExecutor", lambda *_, **__: ThreadPoolExecutor(1))
     monkeypatch.setattr(transfer, "WRITTEN", 20)
     for _ in range(2):  # the second time nothing is left to do
         transfer.main(args)

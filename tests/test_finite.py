@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 import ranks
-from isogloss import distill
+from isogloss import distill, doors
 from isogloss.inputs import build_collator
 from isogloss.student.finite import has_finite_state, loss_scale_can_fall
 from jobs import ds_config, job_for, losses_of, run_distill, write_corpus, write_to_file
@@ -99,6 +99,7 @@ def skip_a_step(flags, texts, configs):
 
 def skip_a_step_of(flags, texts, spoiler):
     state, inputs = job_for(flags)
+    doors.prepare(state, inputs, None)
     collator = build_collator(state.cfg, inputs, state.device, math.inf)
     batches = [collator(texts[first : first + 2]) for first in range(dist.get_rank(), 12, 2)]
     distill.train_step(state, batches[:2])
@@ -113,6 +114,7 @@ def skip_a_step_of(flags, texts, spoiler):
     distill.train_step(state, batches[4:])
     # a run in which the optimizer did nothing in step 2
     other, _ = job_for(flags)
+    doors.prepare(other, inputs, None)
     distill.train_step(other, batches[:2])
     distill.train_step(other, batches[4:])
     return report | {"moved": not are_equal(before, state_of(state.engine)),
