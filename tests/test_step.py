@@ -41,7 +41,7 @@ def path_to_the_kl(flags):
 
 
 def test_a_step_is_short_and_the_kl_is_near(models, texts, tmp_path):
-    flags = steps.flags_for(models, texts, tmp_path)
+    flags = steps.flags_for(models, texts, tmp_path, learning_rate=1e-3)
     [(path, num_lines)] = ranks.run(1, path_to_the_kl, flags)
     assert path[0][1] == "forward_kl" and path[-1][1] == "train_step"
     assert len(path) <= MOST_FRAMES, path
