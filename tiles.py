@@ -384,7 +384,12 @@ TileLoss = Callable[[Tensor, Tensor | None, SubTile], Tensor]
 
 
 class Part(Protocol):
-    """Say what one teacher, or the text alone, adds to the loss of a micro-batch."""
+    """Say what one teacher, or the text alone, adds to the loss of a micro-batch.
+
+    It may have `tile_gradient`: (student logits, teacher logits, sub-tile, (J,) factors) -> (J,)
+    sums, which writes the gradient of their product with the factors over the student's logits; or
+    None, where autograd is to compute it.
+    """
 
     @property
     def student_hidden(self) -> Tensor:
@@ -773,6 +778,8 @@ class _Walk:
         if self.teacher is not None:
             with self.without_autocast():
                 teacher_logits = self.teacher(sub_tile)
+        if self.is_written(linear_NV, teacher_logits, sub_tile):
+            return
         # A graph from the linear logits to the losses, built and freed here.
         d_linear_NV = None
         d_params: Sequence[Tensor | None] = ()
@@ -792,6 +799,20 @@ class _Walk:
         for gradient, d_param in zip(self.gradients.params, d_params):
             if gradient is not None and d_param is not None:
                 gradient.add_(d_param, alpha=self.common_factor)
+
+    def is_written(
+        self, linear_NV: Tensor, teacher_logits: Tensor | None, sub_tile: SubTile
+    ) -> bool:
+        """Let the part write the gradient over the logits, where it can; tell whether it did."""
+        tile_gradient = getattr(self.part, "tile_gradient", None)
+        is_plain = self.head.scale == 1 and not self.head.softcap and not self.params
+        if not (self.is_training and is_plain and tile_gradient) or teacher_logits is None:
+            return False
+        sums_J = tile_gradient(linear_NV, teacher_logits, sub_tile, self.factors_J)
+        if sums_J is None:
+            return False
+        self.sums_J += sums_J
+        return True
 
     def add_gradients(self, tile: Tile, hidden_NH: Tensor, d_linear_NV: Tensor) -> None:
         """Add what hidden states and head get of the gradient of a tile's linear logits."""

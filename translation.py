@@ -127,14 +127,16 @@ class RootTarget(NamedTuple):
 
 
 def root_target(
-    y_MW: Tensor, nodes: Nodes, goes: GoingOn, tables: Tables, columns_W: losses.Columns
+    q_NW: Tensor, nodes: Nodes, goes: GoingOn, tables: Tables, columns_W: losses.Columns
 ) -> RootTarget:
     """Return the teacher's belief at all roots; `goes` is what `going_on` says.
 
     It is (1 - lambda) q + lambda T, of which what cannot come is left out, normalized in the end:
     that its token goes on is the likelier, the more of q cannot come.
+
+    Args:
+        q_NW: the teacher's probabilities in the rows of the roots; what cannot come becomes 0.
     """
-    q_NW = y_MW[nodes.roots.row_T].softmax(-1)
     _mask_joined(q_NW, nodes, tables)
     choices = nodes.choices
     first_K = q_NW[choices.roots.of_E, choices.first_K]
@@ -222,13 +224,13 @@ class Question(NamedTuple):
     logq_KG: Tensor
 
 
-def _log_target(mass: Tensor) -> Tensor:
+def log_target(mass: Tensor) -> Tensor:
     """Return the logarithms of the teacher's masses; one of 0 costs the same in any precision."""
     return mass.clamp(min=math.exp(LOG_ZERO)).log()
 
 
 def root_question(x_NV: Tensor, cell_NC: Tensor, columns_V: losses.Columns) -> Question:
-    return Question(losses.log_masses(x_NV, columns_V), _log_target(cell_NC))
+    return Question(losses.log_masses(x_NV, columns_V), log_target(cell_NC))
 
 
 def root_values(
@@ -283,7 +285,7 @@ def choice_question(
     # where neither has any mass that counts, the split alone
     mass_G = ended_K.clamp(min=losses.TINY_MASS)[node_G] * split_G + other_G
     mass_G = mass_G / _of_total(mass_G, cells)
-    return Question(cells.rows(logits_G, FLOOR), cells.rows(_log_target(mass_G), FLOOR))
+    return Question(cells.rows(logits_G, FLOOR), cells.rows(log_target(mass_G), FLOOR))
 
 
 def _split_by_row(
@@ -314,8 +316,8 @@ def inside_question(
         rest_K: logsumexp of all others in the row.
     """
     mass_G = insides.of_cells.sum(goes.mass_E[begun.num_before :])
-    rests = losses.at_least(rest_K, FLOOR), _log_target(goes.ends_K[begun.num_roots :])
-    cells = insides.cells.rows(x_G, FLOOR), insides.cells.rows(_log_target(mass_G), FLOOR)
+    rests = losses.at_least(rest_K, FLOOR), log_target(goes.ends_K[begun.num_roots :])
+    cells = insides.cells.rows(x_G, FLOOR), insides.cells.rows(log_target(mass_G), FLOOR)
     return Question(*[torch.cat([rest[:, None], of], 1) for rest, of in zip(rests, cells)])
 
 
@@ -403,17 +405,18 @@ def translated(
     compare = partial(divergence, reduction="none", **parameters)
     goes = going_on(y_MW, nodes.continuations, tables)
     cells = cells or CellColumns.of(tables)
-    target = root_target(y_MW, nodes, goes, tables, cells.columns_W)
+    q_NW = y_MW[nodes.roots.row_T].softmax(-1)
+    target = root_target(q_NW, nodes, goes, tables, cells.columns_W)
     x_root, answers = _read(x_NV, y_MW, nodes)
     value_N = of_roots(x_root, target.cell_NC, cells.columns_V, compare, temperature, has_rest)
-    choice_K, inside_K, rest_M = _compare_others(
+    choice_K, inside_K, rest_M = compare_others(
         answers, y_MW, nodes, target, goes, compare=compare, temperature=temperature)
     if len(nodes.choices.level):
         value_N = value_N + nodes.choices.roots.sum(choice_K)
     if text_weight:
         share = text_weight / temperature**2  # the text is not softened
         value_N = value_N + share * _text_in_cells(x_root, nodes.roots.next_S, tables)
-        rest_M = share * _text_in_rests(answers, nodes.rests)
+        rest_M = share * text_in_rests(answers, nodes.rests)
     value_A = losses.scaled(torch.cat([value_N, inside_K, rest_M]), temperature**2)
     row_A = nodes.row_A
     if reduction == "none":
@@ -450,7 +453,7 @@ def _text_in_cells(x_NV: Tensor, next_N: Tensor, tables: Tables) -> Tensor:
     return value_N.masked_fill(cell_N == tables.num_cells, 0.0)
 
 
-def _text_in_rests(answers: Answers, rests: Rests) -> Tensor:
+def text_in_rests(answers: Answers, rests: Rests) -> Tensor:
     """Return (M,) -log p(tokens behind the first) of the chunks with several on both sides."""
     num = len(rests.row_S)  # the last ones that are read
     x_S, total_S = [values[len(values) - num :] for values in (answers.x_E, answers.rest_L)]
@@ -458,7 +461,7 @@ def _text_in_rests(answers: Answers, rests: Rests) -> Tensor:
     return rests.chunks_S.sum(value_S.index_fill(0, rests.chunks_S.start_K[:-1], 0.0))
 
 
-def _compare_others(
+def compare_others(
     answers: Answers, y_MW: Tensor, nodes: Nodes, target: RootTarget, goes: GoingOn, *,
     compare: Compare, temperature: float,
 ) -> tuple[Tensor, Tensor, Tensor]:

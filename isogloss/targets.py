@@ -144,7 +144,8 @@ def teacher_parts(setup, batches, group=None):
             if logits is None:
                 continue
             setup.bytes_per_token = logits.nbytes / batch.ids.numel()
-            parts.append(Part(setup.loss.loss_fn, setup.loss.is_observed, logits, batch))
+            parts.append(Part(setup.loss.loss_fn, setup.loss.write_gradient,
+                              setup.loss.is_observed, logits, batch))
     for part in parts:
         if setup.cfg.teacher_weights in ("ce", "select"):
             part.confidence = sample_scores(part.teacher_logits, part.batch)
@@ -158,6 +159,7 @@ def teacher_parts(setup, batches, group=None):
         for part in parts:
             part.teacher_logits = part.teacher_logits.columns(kept_K)
             part.loss_fn = loss_fn
+            part.write_gradient = None
     return parts
 
 

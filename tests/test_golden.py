@@ -91,7 +91,7 @@ def nemo_rl(data, case, x):
     terms = losses.find_chunks(*chunks)
     flat = [side.flatten() for side in (labels, torch.zeros_like(chunks[1]), *chunks)]
     sub_tile = SubTile(slice(None), slice(None), *flat, terms)
-    part = Part(loss_fn, loss.is_observed, ce_weight=1.0, weight=1.0)
+    part = Part(loss_fn, is_observed=loss.is_observed, ce_weight=1.0, weight=1.0)
     sums = part.tile_loss(x.flatten(0, 1), teacher.flatten(0, 1), sub_tile)
     counted = TermSums(*sums.detach())
     sums = TermSums(*sums)

@@ -28,6 +28,9 @@ class DistillationLoss:
     Attributes:
         loss_fn: (student logits (n, V), teacher logits (m, W), `tile_plan.SubTile`) -> (), the sum
             over the terms of the sub-tile, in nats.
+        write_gradient: (student logits, teacher logits, SubTile, factors (2 or more,) of
+            cross-entropy and this loss, whether there is a text) -> `fused.WrittenSums`; writes the
+            gradient of both over the student's logits.  None: autograd computes it.
         spelling: tables from which the data workers list the nodes of a translation, or None.
         for_columns: sorted teacher columns (K,) -> the same loss_fn for teacher logits (m, K) of
             these alone; None: it needs all columns.
@@ -41,6 +44,7 @@ class DistillationLoss:
     """
 
     loss_fn: Callable
+    write_gradient: Callable | None = None
     spelling: Tables | None = None
     for_columns: Callable | None = None
     coverage: Callable | None = None
@@ -104,6 +108,7 @@ def build_divergence(cfg, pair, device, has_rest=False, *, divergence, flag_of):
 
 def build_per_position(divergence, parameters, has_rest=False, compiler=plain):
     """Build a divergence for equal tokenizers: every chunk is one position on either side."""
+    written = written_out(divergence, parameters, compiler, has_rest)
     divergence = compiler(divergence)
 
     def loss_fn(student_logits, teacher_logits, sub_tile):
@@ -117,7 +122,26 @@ def build_per_position(divergence, parameters, has_rest=False, compiler=plain):
             student = losses.merge_unkept(student, teacher, parameters["temperature"])
         return divergence(student, teacher, None, weight_BS=weight, **parameters)[0]
 
-    return DistillationLoss(loss_fn)
+    if not written:
+        return DistillationLoss(loss_fn)
+    from isogloss.objective.fused import PositionGradient
+
+    return DistillationLoss(
+        loss_fn, PositionGradient(*written, parameters["temperature"], compiler))
+
+
+def written_out(divergence, parameters, compiler, has_rest):
+    """Return (name, coefficient) of a divergence whose gradient is written out here, or None.
+
+    It is where the loss is compiled, of all tokens; see fused.py.
+    """
+    if compiler is plain or has_rest or parameters["top_k"]:
+        return None
+    from isogloss.objective.fused import DERIVED
+
+    coefficients = [parameters[key] for key in ("beta", "skew", "alpha") if key in parameters]
+    name = divergence.__name__
+    return (name, sum(coefficients)) if name in DERIVED else None
 
 
 def _chosen(logits, rows, in_order):
@@ -143,7 +167,13 @@ def build_translated(pair, device, divergence, parameters, has_rest=False, compi
     def coverage(teacher_logits, sub_tile):
         return cell_coverage(teacher_logits[None], sub_tile.terms, of_rows)
 
-    return DistillationLoss(loss_fn, tables, coverage=coverage,
+    gradient = None
+    written = written_out(divergence, parameters, compiler, has_rest)
+    if written and parameters["temperature"] == 1:
+        from isogloss.objective.fused import TranslationGradient
+
+        gradient = TranslationGradient(*written, of_rows, cells, has_text, compiler)
+    return DistillationLoss(loss_fn, gradient, tables, coverage=coverage,
                             coverage_names=("cell_coverage", "joined_mass"))
 
 

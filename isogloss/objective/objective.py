@@ -26,8 +26,8 @@ class Part:
     """Hold what one teacher, or the text alone, adds to the loss of a micro-batch; a `tiles.Part`.
 
     Attributes:
-        loss_fn, is_observed: see `loss_table.DistillationLoss`, for the columns of the teacher's
-            logits; loss_fn None: there is no teacher.
+        loss_fn, write_gradient, is_observed: see `loss_table.DistillationLoss`, for the columns of
+            the teacher's logits; loss_fn None: there is no teacher.
         teacher_logits: LogitsSource of its positions; of the kept columns where the loss keeps
             some.
         batch: TeacherBatch of the positions; of a text alone its StudentBatch.
@@ -42,6 +42,7 @@ class Part:
     """
 
     loss_fn: Callable | None = None
+    write_gradient: Callable | None = None
     is_observed: bool = False
     teacher_logits: LogitsSource | None = None
     batch: TeacherBatch | StudentBatch | None = None
@@ -81,6 +82,21 @@ class Part:
             agreed = agreement.count if self.is_observed else zero
         rollout_kd = kd.detach() if sub_tile.on_policy else zero
         return torch.stack(TermSums(ce, kd, rollout_kd, correct, agreed))
+
+    def tile_gradient(self, student, teacher, sub_tile, factors):
+        """Write the gradient over the student's logits; return (5,) `TermSums`, or None.
+
+        None: it is not written out for this loss, or more is asked for; autograd computes it.
+        """
+        if not (self.write_gradient and self.weight and len(teacher)):
+            return None
+        if self.is_observed or self.position_losses is not None:
+            return None
+        has_text = self.ce_weight is not None and not sub_tile.on_policy
+        ce, kd, correct = self.write_gradient(student, teacher, sub_tile, factors, has_text)
+        zero = torch.zeros_like(kd)
+        ce = ce if self.ce_weight else zero
+        return torch.stack(TermSums(ce, kd, kd if sub_tile.on_policy else zero, correct, zero))
 
     def _loss_by_position(self, student, teacher, sub_tile, *observers):
         """Return the distillation loss, and keep what it has of each position."""
