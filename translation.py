@@ -137,22 +137,40 @@ def root_target(
     Args:
         q_NW: the teacher's probabilities in the rows of the roots; what cannot come becomes 0.
     """
-    _mask_joined(q_NW, nodes, tables)
-    choices = nodes.choices
-    first_K = q_NW[choices.roots.of_E, choices.first_K]
-    longer, place_E = choices.longer.list()
-    root_E = choices.roots.of_E[choices.cells.nodes.of_E[longer.of_E]]
-    longer_G = longer.sum(q_NW[root_E, tables.longer_F[place_E]])
-    cell_NC = columns_W.sum(q_NW) * goes.ends_K[: len(q_NW), None]
+    mask_joined(q_NW, nodes, tables)
+    cell_NC = ended_cells(q_NW, goes.ends_K[: len(q_NW)], columns_W)
+    add_going(cell_NC, nodes, goes, tables)
+    return RootTarget(normalized(cell_NC), *likely_longer(q_NW, nodes, tables))
+
+
+def ended_cells(q_NW: Tensor, ends_N: Tensor, columns_W: losses.Columns) -> Tensor:
+    """Return (N, C) masses of the cells where the token before has ended."""
+    return columns_W.sum(q_NW) * ends_N[:, None]
+
+
+def add_going(cell_NC: Tensor, nodes: Nodes, goes: GoingOn, tables: Tables) -> None:
+    """Add to the cells, in place, what the token before says where it goes on."""
     num = nodes.continuations.num_before
     cell_E = tables.cell_V[goes.next_E[:num]]  # of one that ends that of any, with mass 0
     has_cell_E = cell_E < tables.num_cells
     place = goes.node_E[:num], cell_E * has_cell_E
     cell_NC.index_put_(place, goes.mass_E[:num] * has_cell_E, accumulate=True)
-    return RootTarget(cell_NC / _above_zero(cell_NC.sum(1, keepdim=True)), first_K, longer_G)
 
 
-def _mask_joined(q_NW: Tensor, nodes: Nodes, tables: Tables) -> None:
+def normalized(cell_NC: Tensor) -> Tensor:
+    return cell_NC / _above_zero(cell_NC.sum(1, keepdim=True))
+
+
+def likely_longer(q_NW: Tensor, nodes: Nodes, tables: Tables) -> tuple[Tensor, Tensor]:
+    """Return `RootTarget.first_K` and `longer_G`."""
+    choices = nodes.choices
+    longer, place_E = choices.longer.list()
+    root_E = choices.roots.of_E[choices.cells.nodes.of_E[longer.of_E]]
+    return (q_NW[choices.roots.of_E, choices.first_K],
+            longer.sum(q_NW[root_E, tables.longer_F[place_E]]))
+
+
+def mask_joined(q_NW: Tensor, nodes: Nodes, tables: Tables) -> None:
     """Set to 0, in place, what the student's tokenizer would have joined to the token before."""
     next_N1 = nodes.roots.next_T[:, None]
     came_N1 = q_NW.gather(1, next_N1)
@@ -505,7 +523,7 @@ def cell_coverage(
         q_NW = losses.at_least_float32(y_MW.index_select(0, roots.row_T)).softmax(-1)
         has_cell_W = tables.cell_W < tables.num_cells
         covered_NW = q_NW[:, has_cell_W]
-        _mask_joined(q_NW, nodes, tables)
+        mask_joined(q_NW, nodes, tables)
         num_roots = torch.tensor(len(roots.row_T), device=y_MW.device)
         return {
             # a sum of probabilities is rounded

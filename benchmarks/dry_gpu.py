@@ -26,6 +26,7 @@ import copy
 import functools
 import itertools
 import json
+import operator
 import os
 import re
 import subprocess
@@ -45,7 +46,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map
 from transformers import AutoConfig, AutoModelForCausalLM
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -55,14 +56,15 @@ from benchmarks.loss import as_list
 from isogloss import distill, losses as formulas, rollout, targets, translation
 from isogloss.config import configs_by_teacher
 from isogloss.data.batch import Collator, PairOptions
-from isogloss.inputs import load_text_encoder, plan_teachers
+from isogloss.inputs import automatic_mib, load_text_encoder, plan_teachers
 from isogloss.job.columns import put_together, take_apart
+from isogloss.objective import loss_table
 from isogloss.objective.loss_table import LOSSES
 from isogloss.objective.objective import LossTerms, Part
 from isogloss.student.engine import StudentWithLoss
 from isogloss.teachers.engines.whole import ModelTeacher, WholeModel
 from isogloss.tile_plan import GPU_SUB_TILES
-from isogloss.tiles import Head, head_of, tiled_loss
+from isogloss.tiles import Head, head_of, tiled_loss, tiled_losses
 
 PACKAGES = Path(sysconfig.get_paths()["purelib"])
 INCLUDES = PACKAGES / "nvidia/cu13/include", PACKAGES / "triton/backends/nvidia/include"
@@ -85,6 +87,9 @@ CASES = {
     "confident": {"teacher_weights": "ce"},
     "rollouts": {},
 }
+
+# {loss: (most launches in 4,096 positions, most MB a position)}
+BOUNDS = {"piece_kl": (600, 8.0), "forward_kl": (80, 3.0), "generalized_jsd": (80, 4.0)}
 
 # --- a GPU that is not there ----------------------------------------------------------------------
 
@@ -186,6 +191,9 @@ def run_with_stand_ins():
 # --- one step -------------------------------------------------------------------------------------
 
 
+MOVED = ("DistillationLoss", "LearnedProjection", "PositionGradient", "TranslationGradient")
+
+
 def on_gpu(value, mode, known=None):
     """Return a value with its tensors as fake ones of a GPU: in tuples, objects and closures too.
 
@@ -213,7 +221,7 @@ def on_gpu(value, mode, known=None):
         moved = types.FunctionType(value.__code__, value.__globals__, value.__name__,
                                    value.__defaults__, cells)
         moved.__kwdefaults__ = value.__kwdefaults__
-    elif type(value).__name__ in ("DistillationLoss", "LearnedProjection"):
+    elif type(value).__name__ in MOVED:
         moved = copy.copy(value)
         known[id(value)] = moved, value
         vars(moved).update(move(vars(value)))
@@ -448,6 +456,159 @@ def copies_line(name):
             "wrong": watch.wrong}
 
 
+# --- bytes ----------------------------------------------------------------------------------------
+
+# operators that read of their first argument what they return; that write what they are given
+GATHERS = {"index_select", "gather", "index"}
+SCATTERS = {"index_put_", "_index_put_impl_", "index_fill_", "scatter_", "index_copy_", "index_add_"}
+
+
+class Traffic(TorchDispatchMode):
+    """Count launches and bytes of what is not compiled, without the products of hidden states.
+
+    Every operator reads its arguments once and writes what it returns; views are free.
+
+    Attributes:
+        launches, nbytes: so far.
+        calls: (compiled function, arguments, options), each time.
+        is_counting: False where a compiled function stands in.
+    """
+
+    def __init__(self):
+        super().__init__()
+        self.launches = self.nbytes = 0
+        self.calls = []
+        self.is_counting = True
+
+    def __torch_dispatch__(self, called, kinds, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        name = called.overloadpacket.__name__
+        is_view = any(x.alias_info and not x.alias_info.is_write for x in called._schema.returns)
+        is_mixed = called is torch.ops.aten.addmm.dtype_out
+        out = kwargs["out"] if is_mixed else called(*args, **kwargs)
+        made = [x for x in tensors_of(out) if x.is_cuda]
+        if is_view or not (made and self.is_counting) or "empty" in name:
+            return out
+        self.launches += 1
+        if name not in ("mm", "addmm"):
+            given = {id(x): x for x in tensors_of((args, kwargs)) if x.is_cuda}.values()
+            sizes = [dense_bytes(x) for x in given]
+            written = sum(map(dense_bytes, made))
+            if name in GATHERS:
+                sizes[0] = written
+            elif name in SCATTERS:
+                written = sizes[0] = sum(sizes[1:])
+            self.nbytes += written + sum(sizes)
+        return out
+
+
+def dense_bytes(x):
+    """Return the bytes of a tensor, those that it repeats counted once."""
+    sizes = [size for size, stride in zip(x.shape, x.stride()) if stride]
+    return x.element_size() * functools.reduce(operator.mul, sizes, 1)
+
+
+class Recorded:
+    """Stand for a compiled function: what it does is not counted, and what it is given is kept."""
+
+    def __init__(self, traffic, function):
+        self.traffic, self.function = traffic, function
+
+    def __call__(self, *args, **options):
+        self.traffic.calls.append((self.function, args, options))
+        self.traffic.is_counting = False
+        try:
+            return self.function(*args, **options)
+        finally:
+            self.traffic.is_counting = True
+
+
+def bytes_line(name, positions=4096):
+    """Return launches in some positions and MB a position of a loss with the cross-entropy.
+
+    The memory is that of a card of 80 GB by default.
+    """
+    traffic = Traffic()
+    spec = LOSSES[name]
+    budget = GPU_SUB_TILES._replace(live_copies=spec.live_copies)
+    sizes = benchmark.Sizes(positions, V=128_256, W=VOCAB, H=64, teacher_H=64, K=8192,
+                            memory_mib=automatic_mib(80 << 30))
+    with mock.patch.object(torch.cuda, "is_available", lambda: False), \
+            mock.patch.object(benchmark, "CPU_SUB_TILES", budget), \
+            mock.patch.object(loss_table, "loss_compiler",
+                              lambda *_: functools.partial(Recorded, traffic)):
+        run = benchmark.prepare(name, sizes, torch.bfloat16)
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    hidden, weight, teacher, tiles, loss = on_gpu(
+        (run.hidden, run.weight, run.teacher_logits(run.tiles), run.tiles, run.built), mode)
+    batch = types.SimpleNamespace(tiles=tiles)
+    with mode, traffic:
+        part = Part(loss.loss_fn, loss.write_gradient, teacher_logits=teacher, batch=batch,
+                    ce_weight=0.3, weight=0.7, student_hidden=hidden.requires_grad_())
+        value, _ = tiled_losses(Head(weight.requires_grad_()), [part])
+        value.backward()
+    line = {"bytes": name, "sub_tiles": sum(len(tile.sub_tiles) for tile in tiles),
+            "plain_launches": traffic.launches, "plain_MB": megabytes(traffic.nbytes, positions)}
+    nbytes, launches = traffic.nbytes, traffic.launches
+    compiled = {}
+    for function, args, options in traffic.calls:
+        key = function.__name__, len(args[0])
+        if key not in compiled:
+            compiled[key] = compiled_traffic(function, args, options)
+        nbytes += compiled[key][0]
+        launches += compiled[key][1]
+    line |= {"launches": launches, "MB": megabytes(nbytes, positions),
+             "compiled": {f"{name} of {rows}": (megabytes(size, rows), count)
+                          for (name, rows), (size, count) in compiled.items()}}
+    most_launches, most_megabytes = BOUNDS[name]
+    wrong = {}
+    if launches > most_launches or line["MB"] > most_megabytes:
+        wrong["bounds"] = f"{most_launches} launches and {most_megabytes} MB a position"
+    return line | {"wrong": wrong}
+
+
+def megabytes(nbytes, positions):
+    return round(nbytes / positions / 1e6, 2)
+
+
+def compiled_traffic(function, args, options):
+    """Return (bytes, launches) of what the compiler makes of a call, by its own count."""
+    from torch._inductor import compile_fx  # seconds of imports
+    from torch._inductor.graph import GraphLowering
+
+    torch._inductor.config.joint_graph_constant_folding = False
+    torch._inductor.config.fx_graph_cache = False
+    counted = []
+    codegen = GraphLowering.codegen
+
+    def watched(graph):
+        out = codegen(graph)
+        text = getattr(out[0], "value", None) or str(out[0])
+        calls = len(re.findall(r"\.run\(|segment_reduce\.default\(|extern_kernels\.", text))
+        counted.append((graph.count_bytes()[0], calls))
+        return out
+
+    def ends(*args, **more):
+        compile_fx.compile_fx_inner(*args, **more)
+        raise KeyboardInterrupt
+
+    def real(value):
+        if not isinstance(value, torch.Tensor):
+            return value
+        return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="cuda")
+
+    backend = functools.partial(compile_fx.compile_fx, inner_compile=ends)
+    torch._dynamo.reset()
+    with mock.patch.object(GraphLowering, "codegen", watched), torch.no_grad():
+        try:
+            torch.compile(function, backend=backend, dynamic=True)(
+                *tree_map(real, args), **tree_map(real, options))
+        except KeyboardInterrupt:
+            pass
+    [result] = counted
+    return result
+
+
 # --- what the compiler makes ----------------------------------------------------------------------
 
 
@@ -519,7 +680,8 @@ def resources(path):
     return int(registers), sum(map(int, re.findall(r"(\d+) bytes spill", done.stderr)))
 
 
-def main(losses="", cases="", copies="piece_kl,projection_kl,gold,uld,alm,forward_kl",
+def main(losses="", cases="", traffic="piece_kl,forward_kl,generalized_jsd",
+         copies="piece_kl,projection_kl,gold,uld,alm,forward_kl",
          compiled="piece_kl,forward_kl,reverse_kl,generalized_jsd"):
     """Run everything, or what is named, with commas."""
     if "DRY_GPU" not in os.environ:
@@ -527,7 +689,8 @@ def main(losses="", cases="", copies="piece_kl,projection_kl,gold,uld,alm,forwar
     wrong = 0
     lines = itertools.chain(
         step_lines(as_list(losses or list(LOSSES)), as_list(cases or list(CASES))),
-        map(copies_line, as_list(copies)), compiled_lines(as_list(compiled)))
+        map(bytes_line, as_list(traffic)), map(copies_line, as_list(copies)),
+        compiled_lines(as_list(compiled)))
     for line in lines:
         print(json.dumps(line), flush=True)
         wrong += len(line["wrong"])

@@ -18,6 +18,7 @@ import sys
 import time
 import warnings
 from pathlib import Path
+from types import SimpleNamespace
 
 import torch
 
@@ -272,14 +273,15 @@ class TableRun:
 
         self.run = bench.prepare(name, sizes, torch.bfloat16)
         self.teacher = self.run.teacher_logits(self.run.tiles)
-        loss = self.run.compiled_loss if path == "compiled" else self.run.loss
-        self.part = Part(loss, ce_weight=1.0, weight=1.0)
+        loss = self.run.compiled_built if path == "compiled" else self.run.built
+        self.part = Part(
+            loss.loss_fn, loss.write_gradient, teacher_logits=self.teacher, ce_weight=1.0,
+            batch=SimpleNamespace(tiles=self.run.tiles), weight=1.0, student_hidden=self.run.hidden)
 
     def step(self):
         """Compute loss and gradients; nothing here reads them back."""
         self.run.clear_gradients()
-        loss, _ = tiles.tiled_loss(self.run.hidden, tiles.Head(self.run.weight), self.teacher,
-                                   self.part.tile_loss, self.run.tiles, self.part.weights)
+        loss, _ = tiles.tiled_losses(tiles.Head(self.run.weight), [self.part])
         loss.backward()
 
 

@@ -163,8 +163,8 @@ def random_projection(V: int, W: int, device: str) -> tuple[torch.Tensor, torch.
     return indices, likelihoods
 
 
-def build_loss(name, V, W, kept_K, tables, device, backend) -> Loss:
-    """Build the tile loss of a name as a run does; that of projection_kl takes the kept columns.
+def build_loss(name, V, W, kept_K, tables, device, backend) -> loss_table.DistillationLoss:
+    """Build the loss of a name as a run does; that of projection_kl takes the kept columns.
 
     Args:
         tables: of a translation; None for a loss without one.
@@ -177,7 +177,9 @@ def build_loss(name, V, W, kept_K, tables, device, backend) -> Loss:
     with (mock.patch.object(loss_table, "translation_fields", lambda pair: tables._asdict()),
           mock.patch.object(projected, "_projection", lambda *_: projection)):
         loss = loss_table.LOSSES[name].build(cfg, pair, device)
-    return loss.for_columns(kept_K) if name == "projection_kl" else loss.loss_fn
+    if name == "projection_kl":
+        loss.loss_fn = loss.for_columns(kept_K)
+    return loss
 
 
 # --- the paths that are compared ------------------------------------------------------------------
@@ -194,14 +196,18 @@ class LossRun:
     """
 
     name: str
-    loss: Loss
-    compiled_loss: Loss
+    built: loss_table.DistillationLoss
+    compiled_built: loss_table.DistillationLoss
     hidden: torch.Tensor
     weight: torch.Tensor
     teacher: HiddenLogits
     kept_K: torch.Tensor
     tiles: list[Tile]
     whole: list[Tile]
+
+    @property
+    def loss(self) -> Loss:
+        return self.built.loss_fn
 
     def teacher_logits(self, tiles: list[Tile]) -> HiddenLogits:
         """Return the teacher that the loss sees.
@@ -224,7 +230,7 @@ class LossRun:
         self.weight.grad = None
 
     def compiled(self) -> None:
-        self.tiled(self.compiled_loss)
+        self.tiled(self.compiled_built.loss_fn)
 
     def tiled(self, loss: Loss | None = None) -> None:
         self.clear_gradients()
@@ -290,7 +296,7 @@ def prepare(name: str, sizes: Sizes, dtype: torch.dtype) -> LossRun:
     tables = random_tables(V, W) if name == "piece_kl" else None
     if tables:
         spell_long_chunks(text, V, tables)
-    loss, compiled_loss = (
+    both = (
         build_loss(name, V, W, kept_K, tables, device, backend)
         for backend in ("plain", "plain" if missing_compiler() else "compiled"))
 
@@ -309,7 +315,7 @@ def prepare(name: str, sizes: Sizes, dtype: torch.dtype) -> LossRun:
         tiles = plan_tiles(*text, (V, W), memory_mib, sub_tiles=budget)
         return [to_device(with_terms(tile, tables), device) for tile in tiles]
 
-    return LossRun(name, loss, compiled_loss, hidden, weight, teacher, kept_K,
+    return LossRun(name, *both, hidden, weight, teacher, kept_K,
                    tiles=planned(sizes.memory_mib), whole=planned(math.inf))
 
 

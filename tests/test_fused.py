@@ -8,6 +8,7 @@ import torch
 
 from isogloss import losses
 from isogloss.config import Config
+from isogloss.models.compiler import loss_compiler, missing_compiler
 from isogloss.nodes import list_nodes
 from isogloss.objective import fused, loss_table
 from isogloss.objective.objective import Part
@@ -123,6 +124,19 @@ def test_one_tokenizer(name, temperature, monkeypatch):
         changed = sub_tile._replace(weight=weight, on_policy=on_policy)
         loss = build(monkeypatch, None, LOSS_OF[name], ce_weight, temperature=temperature)
         check_both(loss, changed, x, y, ce_weight, 1e-6)
+
+
+@pytest.mark.slow
+def test_what_a_compiler_makes_of_it_is_the_same(monkeypatch):
+    if missing := missing_compiler():
+        pytest.skip(missing)
+    loss_compiler.cache_clear()
+    monkeypatch.setattr(loss_table, "loss_compiler", lambda *_: loss_compiler("compiled", "cpu"))
+    for seed, name in ((3, "forward_kl"), (4, "forward_kl"), (3, "generalized_jsd")):
+        sub_tile, x, y, tables = of_toy(PAIRS[-2], seed, torch.float64)
+        for ce_weight in (WEIGHTS[0], 0.0):
+            loss = build(monkeypatch, tables, LOSS_OF[name], ce_weight)
+            check_both(loss, sub_tile, x, y, ce_weight, 1e-6)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -20,8 +20,8 @@ import torch
 
 from isogloss import losses, translation
 from isogloss.losses import FLOOR, SHIFT, at_least, at_least_float32
-from isogloss.nodes import Tables
-from isogloss.translation import Answers, CellColumns
+from isogloss.nodes import Nodes, Tables
+from isogloss.translation import Answers, CellColumns, RootTarget
 
 DERIVED = ("forward_kl", "reverse_kl", "generalized_jsd", "skew_forward_kl", "skew_reverse_kl",
            "total_variation")
@@ -98,7 +98,7 @@ def text_and_gradient(x, label_n, has_text):
 
 
 def write_positions(
-    x_nV, y_mV, label_n, row_n, weight_n, factors, *, name, coefficient, temperature, has_text
+    x_nV, y_mV, factors, *, label_n, row_n, weight_n, name, coefficient, temperature, has_text
 ):
     """Write the gradient over x; return the WrittenSums of every row.
 
@@ -141,9 +141,9 @@ class PositionGradient:
             0, chunks.first_S, weight_n.index_select(0, chunks.first_S))
         write = self.compiler(write_positions)
         sums = write(
-            student_nV, teacher_mV, sub_tile.student_labels, row_n, weight_n, factors,
-            name=self.name, coefficient=self.coefficient, temperature=self.temperature,
-            has_text=has_text)
+            student_nV, teacher_mV, factors, label_n=sub_tile.student_labels, row_n=row_n,
+            weight_n=weight_n, name=self.name, coefficient=self.coefficient,
+            temperature=self.temperature, has_text=has_text)
         return WrittenSums(*[value_n.sum() for value_n in sums])
 
 
@@ -166,14 +166,14 @@ def teacher_masses(y_mW, row_N):
 
 
 def write_roots(
-    x_nV, cell_NC, label_n, row_N, root_n, weight_N, text_N, factors, columns, *, name,
+    x_nV, cell_NC, factors, columns, *, label_n, row_N, root_n, weight_N, text_N, name,
     coefficient, has_text
 ):
     """Write the gradient of the roots, and of the text, over x; return their WrittenSums.
 
     Args:
         x_nV: the student's logits.
-        cell_NC: the teacher's mass in each cell, see `translation.RootTarget`.
+        cell_NC: the teacher's mass in each cell, not normalized, see `translation.root_target`.
         row_N: int64, the student's row of each root; root_n: the root of each row, -1: none.
         weight_N: of the roots.
         text_N: of the cross-entropy of the next token within its cell; None: there is none.
@@ -188,7 +188,7 @@ def write_roots(
     mass_NC = columns.sum(mass_nV.index_select(0, row_N))
     logits_NC = at_least(mass_NC, tiny).log()
     value_N, of_cells = divergence_and_gradient(
-        name, logits_NC, translation.log_target(cell_NC), coefficient)
+        name, logits_NC, translation.log_target(translation.normalized(cell_NC)), coefficient)
     of_cells = weight_N[:, None] * of_cells
     value_N = weight_N * value_N
     if text_N is not None:
@@ -206,13 +206,6 @@ def write_roots(
     ce_n, correct_n, of_text = text_and_gradient(x, label_n, has_text)
     x_nV.copy_(factors[0] * of_text + factors[1] * of_roots)
     return WrittenSums(ce_n, value_N, correct_n)
-
-
-def rest_rows(x_nV, reads, num_roots):
-    """Return the rows (L, V) of which `Reads` asks a logsumexp, without what it leaves out."""
-    rows = x_nV.index_select(0, reads.row_R[num_roots:])
-    rows = at_least(rows, 10 * FLOOR)
-    return rows.index_put_((reads.number_X, reads.token_X), rows.new_full((), 10 * FLOOR))
 
 
 def of_rests(x_LV, rest_L, slope_L):
@@ -247,62 +240,94 @@ class TranslationGradient:
     def __call__(self, student_nV, teacher_mW, sub_tile, factors, has_text):
         """Write the gradient over the student's logits; return the WrittenSums."""
         nodes = sub_tile.terms
-        roots, reads = nodes.roots, nodes.reads
+        roots = nodes.roots
+        columns_V, columns_W = self.cells
         weight_n = weights_of(sub_tile, student_nV)
-        weight_N = weight_n.index_select(0, roots.row_S)
+        is_alone = not (self.has_text or sub_tile.on_policy)
         # what the teacher says
         goes = translation.going_on(teacher_mW, nodes.continuations, self.tables)
         total_m, q_NW = self.compiler(teacher_masses)(teacher_mW, roots.row_T)
-        target = translation.root_target(q_NW, nodes, goes, self.tables, self.cells.columns_W)
-        # the small nodes: their gradients by the few numbers that they read
-        is_alone = not (self.has_text or sub_tile.on_policy)
-        row_E = reads.row_R[reads.number_E]
-        x_E = at_least_float32(student_nV[row_E, reads.token_E])
-        x_LV = rest_rows(student_nV, reads, len(roots.row_S))
-        rest_L = at_least_float32(x_LV).logsumexp(-1)
-        answers = Answers(x_E.requires_grad_(), rest_L.requires_grad_(), total_m)
-        small = self._small(answers, teacher_mW, nodes, target, goes, weight_n, is_alone)
+        translation.mask_joined(q_NW, nodes, self.tables)
+        cell_NC = self.compiler(translation.ended_cells)(
+            q_NW, goes.ends_K[: len(q_NW)], columns_W)
+        translation.add_going(cell_NC, nodes, goes, self.tables)
+        target = RootTarget(cell_NC, *translation.likely_longer(q_NW, nodes, self.tables))
+        # the small nodes, whose gradients are by the few numbers that they read
+        small = SmallNodes.read(student_nV, nodes, total_m)
+        with torch.enable_grad():
+            parts = translation.compare_others(
+                small.answers, teacher_mW, nodes, target, goes, compare=self.compare,
+                temperature=1.0)
+            if is_alone:
+                parts = *parts[:2], translation.text_in_rests(small.answers, nodes.rests)
+            small_kd = small.weighted_sum(parts, weight_n)
         # the roots and the text
-        text_N = next_N = None
+        weight_N = weight_n.index_select(0, roots.row_S)
+        text_N = None
         if is_alone:
-            next_N = roots.next_S
-            text_N = weight_N * (self.tables.cell_V[next_N] < self.tables.num_cells)
+            text_N = weight_N * (self.tables.cell_V[roots.next_S] < self.tables.num_cells)
         root_n = torch.full_like(sub_tile.student_labels, -1)
         root_n.index_copy_(0, roots.row_S, torch.arange(len(roots.row_S), device=root_n.device))
         ce_n, value_N, correct_n = self.compiler(write_roots)(
-            student_nV, target.cell_NC, sub_tile.student_labels, roots.row_S, root_n, weight_N,
-            text_N, factors, self.cells.columns_V, name=self.name, coefficient=self.coefficient,
-            has_text=has_text)
-        self._add_small(student_nV, small, answers, x_LV, row_E, nodes, factors)
+            student_nV, cell_NC, factors, columns_V, label_n=sub_tile.student_labels,
+            row_N=roots.row_S, root_n=root_n, weight_N=weight_N, text_N=text_N, name=self.name,
+            coefficient=self.coefficient, has_text=has_text)
+        small.add_gradient(student_nV, small_kd, factors[1], self.compiler(of_rests))
         if is_alone:  # the other half of the cross-entropy within a cell
-            student_nV.index_put_((roots.row_S, next_N), (-factors[1] * text_N).to(student_nV),
-                                  accumulate=True)
-        return WrittenSums(ce_n.sum(), value_N.sum() + small.detach(), correct_n.sum())
+            student_nV.index_put_((roots.row_S, roots.next_S),
+                                  (-factors[1] * text_N).to(student_nV), accumulate=True)
+        return WrittenSums(ce_n.sum(), value_N.sum() + small_kd.detach(), correct_n.sum())
 
-    @torch.enable_grad()
-    def _small(self, answers, teacher_mW, nodes, target, goes, weight_n, is_alone):
-        """Return the weighted sum of all nodes that are no roots, with its graph."""
-        choice_K, inside_K, rest_M = translation.compare_others(
-            answers, teacher_mW, nodes, target, goes, compare=self.compare, temperature=1.0)
-        if is_alone:
-            rest_M = translation.text_in_rests(answers, nodes.rests)
-        num_roots = len(nodes.roots.row_S)
-        weight_A = weight_n.index_select(0, nodes.row_A)
-        small = (weight_A[num_roots:] * torch.cat([inside_K, rest_M])).sum()
-        if len(choice_K):
-            small = small + (weight_A[:num_roots] * nodes.choices.roots.sum(choice_K)).sum()
-        return small
 
-    def _add_small(self, d_nV, small, answers, x_LV, row_E, nodes, factors):
-        """Add the gradient of the small nodes to that of the roots."""
-        if not small.requires_grad:
-            return
-        slope_E, slope_L = torch.autograd.grad(
-            small, [answers.x_E, answers.rest_L], factors[1].to(small), allow_unused=True,
-            materialize_grads=True)
+@dataclass
+class SmallNodes:
+    """Hold what the nodes that are no roots read of the student's logits.
+
+    Attributes:
+        nodes: `nodes.Nodes`.
+        answers: `translation.Answers`, to whose numbers of the student a gradient is asked.
+        x_LV: the rows of which a logsumexp is asked, without what it leaves out.
+    """
+
+    nodes: Nodes
+    answers: Answers
+    x_LV: torch.Tensor
+
+    @classmethod
+    def read(cls, x_nV, nodes, total_m):
+        """Copy what is read of the logits (n, V), over which the gradient will be written."""
         reads = nodes.reads
+        x_E = at_least_float32(x_nV[reads.row_R[reads.number_E], reads.token_E])
+        rows = at_least(x_nV.index_select(0, reads.row_R[len(nodes.roots.row_S) :]), 10 * FLOOR)
+        rows.index_put_((reads.number_X, reads.token_X), rows.new_full((), 10 * FLOOR))
+        rest_L = at_least_float32(rows).logsumexp(-1)
+        answers = Answers(
+            at_least(x_E, 10 * FLOOR).requires_grad_(), rest_L.requires_grad_(), total_m)
+        return cls(nodes, answers, rows)
+
+    def weighted_sum(self, parts, weight_n):
+        """Return the sum () of what `translation.compare_others` returns, weighted by rows (n,)."""
+        choice_K, inside_K, rest_M = parts
+        num_roots = len(self.nodes.roots.row_S)
+        weight_A = weight_n.index_select(0, self.nodes.row_A)
+        total = (weight_A[num_roots:] * torch.cat([inside_K, rest_M])).sum()
+        if len(choice_K):
+            of_roots = self.nodes.choices.roots.sum(choice_K)
+            total = total + (weight_A[:num_roots] * of_roots).sum()
+        return total
+
+    def add_gradient(self, d_nV, total, factor, of_rests):
+        """Add the gradient of factor * total to that of the logits; see `of_rests`."""
+        if not total.requires_grad:
+            return
+        x_E, rest_L, _ = self.answers
+        slope_E, slope_L = torch.autograd.grad(total, [x_E, rest_L], factor.to(total),
+                                               allow_unused=True, materialize_grads=True)
+        reads = self.nodes.reads
         if len(slope_L):
-            of_rows = self.compiler(of_rests)(x_LV, answers.rest_L.detach(), slope_L)
-            d_nV.index_add_(0, reads.row_R[len(nodes.roots.row_S):], of_rows)
+            rows_L = reads.row_R[len(self.nodes.roots.row_S) :]
+            d_nV.index_add_(0, rows_L, of_rests(self.x_LV, rest_L.detach(), slope_L))
         if len(slope_E):
-            d_nV.index_put_((row_E, reads.token_E), slope_E.to(d_nV), accumulate=True)
+            slope_E = slope_E.masked_fill(x_E <= 10 * FLOOR, 0.0)  # what a model excludes
+            place = reads.row_R[reads.number_E], reads.token_E
+            d_nV.index_put_(place, slope_E.to(d_nV), accumulate=True)
