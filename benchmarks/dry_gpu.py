@@ -460,7 +460,8 @@ def copies_line(name):
 
 # operators that read of their first argument what they return; that write what they are given
 GATHERS = {"index_select", "gather", "index"}
-SCATTERS = {"index_put_", "_index_put_impl_", "index_fill_", "scatter_", "index_copy_", "index_add_"}
+SCATTERS = {"index_put_", "_index_put_impl_", "index_fill_", "scatter_", "index_copy_",
+            "index_add_"}
 
 
 class Traffic(TorchDispatchMode):
@@ -529,8 +530,7 @@ def bytes_line(name, positions=4096):
     The memory is that of a card of 80 GB by default.
     """
     traffic = Traffic()
-    spec = LOSSES[name]
-    budget = GPU_SUB_TILES._replace(live_copies=spec.live_copies)
+    budget = GPU_SUB_TILES._replace(live_copies=loss_table.WRITTEN_COPIES)
     sizes = benchmark.Sizes(positions, V=128_256, W=VOCAB, H=64, teacher_H=64, K=8192,
                             memory_mib=automatic_mib(80 << 30))
     with mock.patch.object(torch.cuda, "is_available", lambda: False), \

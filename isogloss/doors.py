@@ -66,6 +66,8 @@ DOORS: dict[str, Door] = {
                         "projection_tools.exact", "projection_tools.generate",
                         "projection_tools.multitoken", "projection_tools.arrays",
                         "projection_tools.projection_files")),
+    "written": Door("--loss_backend compiled, which is auto on a GPU",
+                    "Gradients of divergences that are written out.", ("objective.fused",)),
     "loss_dump": Door("--dump_losses", "The loss of each chunk, in files.",
                       ("objective.loss_dump",)),
     # the teachers

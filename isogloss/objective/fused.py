@@ -252,6 +252,7 @@ class TranslationGradient:
             q_NW, goes.ends_K[: len(q_NW)], columns_W)
         translation.add_going(cell_NC, nodes, goes, self.tables)
         target = RootTarget(cell_NC, *translation.likely_longer(q_NW, nodes, self.tables))
+        del q_NW
         # the small nodes, whose gradients are by the few numbers that they read
         small = SmallNodes.read(student_nV, nodes, total_m)
         with torch.enable_grad():

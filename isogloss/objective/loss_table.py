@@ -19,6 +19,8 @@ from isogloss.tile_plan import GPU_SUB_TILES
 from isogloss.translation import CellColumns, cell_coverage, root_values, translated_sub_tile
 
 DEFAULT_COPIES = GPU_SUB_TILES.live_copies
+# Where the gradient is written out an evaluation has most of them: upcasts and masses, no graph.
+WRITTEN_COPIES = 3.3
 
 
 @dataclass
@@ -318,5 +320,6 @@ def build_loss(cfg, student, teacher, device, has_rest=False):
     spec = LOSSES[cfg.loss]
     loss = spec.build(cfg, pair, device, has_rest)
     if cfg.temperature == 1 and not has_rest:
-        loss.live_copies = spec.live_copies
+        is_written = loss.write_gradient and not cfg.dump_losses
+        loss.live_copies = WRITTEN_COPIES if is_written else spec.live_copies
     return loss
