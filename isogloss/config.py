@@ -2,6 +2,7 @@
 
 import copy
 import importlib.util
+import json
 import shlex
 import sys
 from dataclasses import dataclass, replace
@@ -13,12 +14,14 @@ from isogloss.data.mixture import sources_of
 from isogloss.flags.model_names import without_secrets
 from isogloss.flags.parse import (
     DATE,
+    Options,
     check_entry,
     check_flags,
     flag,
     flags_that,
     parse_flags,
     read_entries,
+    read_options,
     refusing,
 )
 from isogloss.flags.plugins import load_plugins
@@ -27,7 +30,6 @@ from isogloss.flags.yaml_file import parse_json
 from isogloss.loss_bounds import CHOICES, NUMBERS
 
 LOWEST_TEMPERATURE = NUMBERS["temperature"].low
-AUTO_WEIGHT = -1.0  # --matched_weight: as large as the common part of the teacher's vocabulary
 LEAST_AUTO_MIB, MOST_AUTO_MIB = 512, 4096  # of --loss_memory_mib auto.  Not tuned.
 
 FIRST_COMMAND = ("isogloss-distill --ds_config ds_configs/zero2.json --learning_rate 1e-4 "
@@ -67,8 +69,8 @@ FOREIGN = {
     "resume_from_checkpoint": "--resume", "deepspeed": "--ds_config",
     "report_to": "--wandb_project, or a monitor of the ds_config",
     "push_to_hub": "python -m isogloss.export RUN --push_to_hub OWNER/NAME",
-    "alpha": "--ce_weight and --kd_weight", "beta": "--jsd_beta", "lmbda": "--on_policy",
-    "vocab_topk": "--projection_topk", "max_new_tokens": "--rollout_tokens",
+    "alpha": "--ce_weight and --kd_weight", "lmbda": "--on_policy",
+    "max_new_tokens": "--rollout_tokens",
     "max_completion_length": "--rollout_tokens", "num_generations": "--rollouts_per_prompt",
     "use_vllm": "--writer vllm", "tensor_parallel_size": "--teacher_tp",
     "context_parallel_size": "--sequence_parallel",
@@ -77,6 +79,23 @@ FOREIGN = {
 LEFT = {"alm_mode": "binary_kl", "head_gradient": "micro_batch", "normalize_by_vocab": False,
         "projection_columns": "all", "ratio": "clamp", "teacher_alpha": 1.0, "token_entropy": 0.5}
 FOREIGN |= {name: f"{value} now, always; leave it out" for name, value in LEFT.items()}
+# Those that are options now: {name: (flag, option, default)}.
+MOVED = {
+    "jsd_beta": ("loss_options", "beta", 0.5),
+    "skew_lambda": ("loss_options", "skew", 0.1),
+    "akl_alpha": ("loss_options", "alpha", 0.5),
+    "reverse_kl": ("loss_options", "reverse", False),
+    "chunk_average": ("loss_options", "chunk_average", "p"),
+    "uncommon_topk": ("loss_options", "uncommon_topk", 8192),
+    "matched_weight": ("loss_options", "matched_weight", -1.0),
+    "projection_topk": ("loss_options", "projection_topk", 8192),
+    "learn_projection": ("loss_options", "learn_projection", False),
+    "projection_learning_rate": ("loss_options", "projection_learning_rate", 0.0),
+}
+for _name, (_flag, _option, _default) in MOVED.items():
+    LEFT[_name] = _default
+    FOREIGN[_name] = f"--{_flag} '{json.dumps({_option: _default})}'"
+FOREIGN |= {"beta": FOREIGN["jsd_beta"], "vocab_topk": FOREIGN["projection_topk"]}
 
 
 def bounds_of(name):
@@ -89,6 +108,12 @@ def loss_table():
     from isogloss.objective.loss_table import LOSSES
 
     return LOSSES
+
+
+def options_of_loss(cfg):
+    """Return the Options of --loss_options."""
+    spec = loss_table()[cfg.loss]
+    return Options(f"--loss {cfg.loss}", spec.options, spec.check_options)
 
 
 @dataclass(kw_only=True)
@@ -234,7 +259,7 @@ class LossFlags:
         "piece_kl", "distillation loss, for any two tokenizers. piece_kl is forward_kl; it and "
         "the other divergences (reverse_kl, generalized_jsd, skew_forward_kl, skew_reverse_kl, "
         "adaptive_kl, total_variation) compare what docs/piece_kl.md translates. Beside them: "
-        "projection_kl, gold, h_kl, uld, alm. See docs/losses.md.",
+        "projection_kl, gold, h_kl, uld, hybrid_uld, alm. See docs/losses.md.",
         choices=loss_table, key="loss")
     kd_weight: float = flag(
         1.0, "weight of the distillation loss, >= 0. 0 loads no teacher.", low=0, high=1e6)
@@ -259,30 +284,11 @@ class LossFlags:
     projection: str = flag(
         "", "file of projection_tools.build for projection_kl, gold and h_kl. Empty: it is built "
         "in flight and cached.", key="projection")
-    projection_topk: int = flag(
-        8192, "teacher columns that projection_kl keeps, the most likely ones of the step's "
-        "batch.", low=1, high=2**20, key="projection_topk")
-    reverse_kl: bool = flag(
-        False, "compute KL(student || teacher) in projection_kl, gold and h_kl.", key="reverse_kl")
-    chunk_average: str = flag(
-        "p", "what projection_kl, gold and h_kl take of a chunk's positions: p, the mean of the "
-        "probabilities, or logp, NeMo RL's mean of their logarithms, not normalized and without a "
-        "bucket for what is left (the teacher's alone in projection_kl), which can be below 0.",
-        choices=CHOICES["chunk_average"], key="chunk_average")
-    uncommon_topk: int = flag(
-        8192, "tokens outside the common ones that gold and h_kl compare by rank.",
-        **bounds_of("uncommon_topk"), key="uncommon_topk")
-    matched_weight: float = flag(
-        AUTO_WEIGHT, "of the JSD on common tokens in hybrid_uld, 0 to 1; the sorted rest has what "
-        "is missing to 1. -1 takes the fraction of the teacher's vocabulary that is common.",
-        key="matched_weight")
-    jsd_beta: float = flag(
-        0.5, "of generalized_jsd, from 0 (forward KL) to 1 (reverse KL).", **bounds_of("beta"),
-        key="jsd_beta")
-    skew_lambda: float = flag(
-        0.1, "of skew_forward_kl and skew_reverse_kl, 0 or more and below 1.",
-        **bounds_of("skew"), key="skew_lambda")
-    akl_alpha: float = flag(0.5, "of adaptive_kl, 0 to 1.", **bounds_of("alpha"), key="akl_alpha")
+    loss_options: str = flag(
+        "", 'options of this loss alone, as a JSON object: {"beta": 0.3} of generalized_jsd. '
+        "docs/losses.md lists them, and an unknown one is answered with those that there are. In "
+        "an entry of --teachers that names a loss they are of that loss.",
+        options=options_of_loss, key="loss_options")
     token_weights: str = flag(
         "", "how much a term weighs by the place where it begins. early: 2^(-t / token_half_life) "
         "behind t learned tokens. column: what weight_key says of the row. Empty: 1 each.",
@@ -290,11 +296,6 @@ class LossFlags:
     token_half_life: float = flag(
         256.0, "of token_weights early, in learned tokens.", low=0.1, high=1e9,
         key="token_half_life")
-    learn_projection: bool = flag(
-        False, "train the weights of projection_kl's projection too. They are written to "
-        "output_dir/projection.pt after the last step.")
-    projection_learning_rate: float = flag(
-        0.0, "of a learned projection. 0 means the student's.", low=0, high=1e3)
     tiled: bool = flag(
         True, "compute logits and loss tile by tile from hidden states. false computes the logits "
         "of a whole micro-batch.", free=True)
@@ -609,12 +610,6 @@ class Config(ModelFlags, DataFlags, LossFlags, OnPolicyFlags,
         if self.quantize and importlib.util.find_spec("bitsandbytes") is None:
             raise ValueError(f"--quantize {self.quantize}: needs bitsandbytes, which is not "
                              "installed; pip install bitsandbytes==0.50.2")
-        if self.matched_weight != AUTO_WEIGHT and not 0 <= self.matched_weight <= 1:
-            raise ValueError(f"--matched_weight {self.matched_weight}: expected 0 to 1, or "
-                             f"{AUTO_WEIGHT:g} for the common fraction of the teacher's vocabulary")
-        if self.skew_lambda == NUMBERS["skew"].high:
-            raise ValueError("--skew_lambda 1.0: compares the teacher with itself; expected less "
-                             "than 1")
         if self.resume not in ("auto", "never") and not Path(self.resume).is_dir():
             raise ValueError(f"--resume={self.resume}: expected auto, never or the directory of a "
                              "checkpoint")
@@ -653,10 +648,12 @@ class Config(ModelFlags, DataFlags, LossFlags, OnPolicyFlags,
             raise ValueError("--dynamic_scale: needs both losses, because it scales distillation "
                              "by cross-entropy; raise --kd_weight and --ce_weight above 0, or "
                              "leave it out")
-        if self.learn_projection and (self.loss != "projection_kl" or not self.kd_weight):
-            raise ValueError(f"--learn_projection: only --loss projection_kl trains one, this is "
-                             f"{self.loss} with --kd_weight {self.kd_weight}; leave it out or "
-                             "change the loss")
+        if self.projection_learning_rate and not self.learn_projection:
+            raise ValueError("--loss_options: projection_learning_rate: is for learn_projection; "
+                             "add it")
+        if self.learn_projection and not self.kd_weight:
+            raise ValueError("--loss_options: learn_projection with --kd_weight 0: nothing would "
+                             "train it; leave it out")
         keys = [source.cfg.weight_key for source in sources_of(self)]
         if self.token_weights == "column" and not any(keys):
             raise ValueError("--token_weights column: of which column? name it with --weight_key")
@@ -696,6 +693,21 @@ class Config(ModelFlags, DataFlags, LossFlags, OnPolicyFlags,
         if self.writer == "vllm":
             return shlex.join([sys.executable, "-m", "isogloss.vllm_writer"])
         return self.rollout_command
+
+    @property
+    def options_of_loss(self):
+        """{option: value} of --loss_options, with those that it does not name."""
+        return read_options(self, "loss_options")
+
+    @property
+    def learn_projection(self):
+        """Whether the projection of the loss is trained too."""
+        return self.options_of_loss.get("learn_projection", False)
+
+    @property
+    def projection_learning_rate(self):
+        """Learning rate of a learned projection; 0: the student's."""
+        return self.options_of_loss.get("projection_learning_rate", 0.0)
 
     @property
     def averages_teachers(self):
@@ -845,9 +857,9 @@ def configs_by_teacher(cfg):
     if not cfg.teachers:
         return {cfg.teacher or Path(cfg.teacher_cache).name: cfg}
     entries = teacher_entries(cfg)
-    if cfg.teacher or cfg.teacher_cache or cfg.teacher_tokenizer or cfg.learn_projection:
-        raise ValueError("--teachers: cannot be combined with --teacher, --teacher_cache, "
-                         "--teacher_tokenizer or --learn_projection; drop one")
+    if cfg.teacher or cfg.teacher_cache or cfg.teacher_tokenizer:
+        raise ValueError("--teachers: cannot be combined with --teacher, --teacher_cache or "
+                         "--teacher_tokenizer; drop one")
     if cfg.has_routes and cfg.teacher_weights != "fixed":
         raise ValueError(f"--route_key with --teacher_weights {cfg.teacher_weights}: both choose "
                          "among teachers; drop one")
@@ -855,14 +867,21 @@ def configs_by_teacher(cfg):
     configs = {}
     for entry in entries:
         name = teacher_name(entry)
+        for key in MOVED.keys() & entry:
+            raise ValueError(f"--teachers: unknown key {key!r}; it is {FOREIGN[key]}")
         check_entry("teachers", entry, name, ("name", "weight", "routes", *keys), configs)
         _check_teacher(cfg, entry, name)
         flags = {keys[key]: value for key, value in entry.items() if key in keys}
         if entry.get("model") not in ("self", cfg.student):  # the flag is of those that are
             flags.setdefault("teacher_ema", 1.0)
+        if flags.get("loss", cfg.loss) != cfg.loss:  # the options are of the run's loss
+            flags.setdefault("loss_options", "")
         # replace() runs the checks of Config again, with this teacher's values
         weight = cfg.kd_weight * entry.get("weight", 1.0)
         configs[name] = replace(cfg, teachers="", route_key="", kd_weight=weight, **flags)
+        if configs[name].learn_projection:
+            raise ValueError(f"--teachers: learn_projection of {name}: trains the projection of the "
+                             "only teacher of a run; leave it out")
     if cfg.teacher_ema < 1 and all(each.teacher_ema == 1 for each in configs.values()):
         raise ValueError(f"--teacher_ema {cfg.teacher_ema}: follows the student, and no teacher of "
                          '--teachers does; add {"model": "self"}, or leave it out')
@@ -894,13 +913,14 @@ def check_teacher_flags(cfg):
     read = set()
     for (name, teacher_cfg), entry in zip(configs.items(), entries):
         flags = flags_of_teacher(teacher_cfg)
-        read |= flags
+        has_others = "loss_options" in entry or teacher_cfg.loss != cfg.loss
+        read |= flags - {"loss_options"} if has_others else flags
         for key in filter(keys.get, entry):
             value = getattr(teacher_cfg, keys[key])
             if keys[key] in checked - flags:
                 raise ValueError(f"--teachers: {key} {value} of {name}: nothing reads it there, "
                                  f"where the loss is {teacher_cfg.loss}; leave it out")
-            of_loss = {"loss", "token_weights", *loss_table()[first.loss].flags}
+            of_loss = {"loss", "loss_options", "token_weights", *loss_table()[first.loss].flags}
             if cfg.averages_teachers and key in of_loss and value != getattr(first, key):
                 raise ValueError(f"--teachers: {key} {value} of {name}: --teacher_weights "
                                  f"{cfg.teacher_weights} has one loss, the first teacher's; leave "

@@ -177,7 +177,7 @@ TWO_TEACHERS = ('--teachers=[{"model":"TEACHER","tp":2,"name":"a"},'
 REMOTE = [
     ("--loss=piece_kl", 2, ["--teacher_tp=2"]),
     ("--loss=piece_kl", 2, ["--teacher_engine=transformers", "--teacher_tp=2"]),
-    ("--loss=projection_kl --teacher_output=logits --projection_topk=100",
+    ('--loss=projection_kl --teacher_output=logits --loss_options={"projection_topk":100}',
      2, ["--teacher_tp=2"]),
     ("--loss=projection_kl --teacher_output=topk --teacher_output_topk=600",
      3, ["--teacher_engine=zero3"]),
@@ -301,8 +301,9 @@ def test_a_learned_projection_is_trained_saved_and_resumed(base_run, models):
     """It is the same in every ZeRO stage, tiled or not; the file is a projection that loads."""
     folder = base_run.folder
     learned = folder / "learned"
-    flags = ["--loss=projection_kl", "--learn_projection", "--projection_learning_rate=0.3",
-             "--projection_topk=100", "--steps=4", "--save_every=2"]
+    options = {"learn_projection": True, "projection_learning_rate": 0.3, "projection_topk": 100}
+    flags = ["--loss=projection_kl", f"--loss_options={json.dumps(options)}", "--steps=4",
+             "--save_every=2"]
     saved = learned / "zero3" / "checkpoints" / "step_0000002"
     jobs.run_all(2, base_run.line("zero2", learned / "zero2", *flags),
                  base_run.line("zero3", learned / "zero3", *flags),

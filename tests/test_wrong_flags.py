@@ -79,13 +79,17 @@ FLAGS = {
     "--resume=false": "--resume=false: expected auto, never or the dir",
     "--resume={folder}": "is not a complete checkpoint; expected a folder step_*",
     # losses
-    "--skew_lambda=1": "compares the teacher with itself",
+    '--loss=skew_forward_kl --loss_options={"skew":1}':
+        "--loss_options: skew=1.0: expected a number, 0 or more and below 1",
     "--dynamic_scale --ce_weight=0": "needs both losses, because",
-    "--learn_projection --loss=gold": "only --loss projection_kl",
-    "--loss=projection_kl --chunk_average=logp --teacher_output=topk":
-        "--chunk_average logp: a mean of logarithms needs all of",
-    "--loss=uld --chunk_average=logp": "--chunk_average logp: no teacher of this run reads it",
-    "--loss=gold --chunk_average=log": "--chunk_average log: expected one of p, logp",
+    '--loss=gold --loss_options={"learn_projection":true}': "unknown option 'learn_projection'; "
+        "--loss gold has uncommon_topk, chunk_average, reverse",
+    '--loss=projection_kl --loss_options={"projection_learning_rate":1}':
+        "projection_learning_rate: is for learn_projection; add it",
+    '--loss=projection_kl --loss_options={"chunk_average":"logp"} --teacher_output=topk':
+        "chunk_average logp: a mean of logarithms needs all of",
+    '--loss=uld --loss_options={"chunk_average":"logp"}': "--loss uld takes none",
+    '--loss=gold --loss_options={"chunk_average":"log"}': "expected one of p, logp",
     "--dump_losses={folder}/comma.json": "comma.json: nothing can be written to",
     "--kd_weight=0 --ce_weight=0": "nothing would be learned",
     "--loss=projection_kl --projection={folder}/comma.json": "comma.json",

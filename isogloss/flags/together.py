@@ -73,7 +73,6 @@ def check_idle(cfg):
     """
     groups = groups_of(type(cfg))
     idle = [
-        ("projection_learning_rate", ["learn_projection"], "is for --learn_projection; add it"),
         ("teacher_weights", ["teachers"], "is for several teachers; list them with --teachers"),
         ("max_ratio", ["rollout_every", "writer", "rollout_command"],
          "weighs rollouts of earlier steps, and each step has its own; add --rollout_every"),

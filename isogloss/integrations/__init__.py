@@ -104,8 +104,10 @@ class Distillation:
         self.device = torch.device(device)
         model = self.model.to(self.device)
         vocab = len(self.encoder.table)
-        # all columns: which of them matter most would be a question to all ranks
-        cfg = replace(self.cfg, projection_topk=vocab)
+        options = self.cfg.options_of_loss
+        if "projection_topk" in options:  # all: which matter most would be a question to all ranks
+            options["projection_topk"] = vocab
+        cfg = replace(self.cfg, loss_options=options)
         spec = ModelSpec(path="teacher", vocab=vocab, device=self.device)
         self.setup = TeacherSetup.of(
             "teacher", cfg, self.encoder, spec, student=self.student, device=self.device)
@@ -162,12 +164,17 @@ class Distillation:
 
 def config_of(flags):
     """Return the Config of the flags; others than `FLAGS` and those of losses are refused."""
-    known = FLAGS | set(loss_flags()) - {"projection_topk"}
+    known = FLAGS | set(loss_flags())
     for name in flags:
         if name not in known:
             raise ValueError(f"{name}={flags[name]!r}: no such flag here; they are "
                              f"{', '.join(sorted(known))}")
-    return Config(student="student", teacher="teacher", data="rows", **flags)
+    cfg = Config(student="student", teacher="teacher", data="rows", **flags)
+    for option in ("learn_projection", "projection_topk"):
+        if f'"{option}"' in cfg.loss_options:
+            raise ValueError(f"loss_options={flags['loss_options']!r}: {option} has no part here; "
+                             "leave it out")
+    return cfg
 
 
 def reader_of(row, cfg):
