@@ -21,7 +21,6 @@ from pathlib import Path
 from unittest import mock
 
 from isogloss.config import Config
-from isogloss.evaluation.task_options import TaskOptions
 from isogloss.flags.model_names import is_address
 from isogloss.flags.parse import (
     MISSING,
@@ -32,6 +31,7 @@ from isogloss.flags.parse import (
     refusing,
     shared,
 )
+from isogloss.flags.task_options import TaskOptions
 from isogloss.flags.terminal import guard_terminal
 
 NEEDED = "torch", "deepspeed", "transformers", "tokenizers", "datasets", "numba", "safetensors"

@@ -19,17 +19,20 @@ from isogloss.flags.parse import (
     check_flags,
     flag,
     flags_that,
+    keywords_of,
     parse_flags,
     read_entries,
     read_options,
     refusing,
 )
 from isogloss.flags.plugins import load_plugins
+from isogloss.flags.task_options import TaskOptions
 from isogloss.flags.together import check_idle, check_together, is_set, shown
 from isogloss.flags.yaml_file import parse_json
 from isogloss.loss_bounds import CHOICES, NUMBERS
 
-LOWEST_TEMPERATURE = NUMBERS["temperature"].low
+# Options of tasks; the others are flags of the run.
+OF_TASKS = keywords_of(TaskOptions, leave_out=("seed", "trust_remote_code"))
 LEAST_AUTO_MIB, MOST_AUTO_MIB = 512, 4096  # of --loss_memory_mib auto.  Not tuned.
 
 FIRST_COMMAND = ("isogloss-distill --ds_config ds_configs/zero2.json --learning_rate 1e-4 "
@@ -91,6 +94,13 @@ MOVED = {
     "projection_topk": ("loss_options", "projection_topk", 8192),
     "learn_projection": ("loss_options", "learn_projection", False),
     "projection_learning_rate": ("loss_options", "projection_learning_rate", 0.0),
+    "eval_task_data": ("eval_task_options", "data", ""),
+    "eval_task_shots": ("eval_task_options", "shots", -1),
+    "eval_task_limit": ("eval_task_options", "limit", 0),
+    "eval_task_batch": ("eval_task_options", "batch_size", 16),
+    "eval_task_samples": ("eval_task_options", "samples", 1),
+    "eval_task_temperature": ("eval_task_options", "temperature", 0.0),
+    "allow_unsafe_code": ("eval_task_options", "allow_unsafe_code", False),
 }
 for _name, (_flag, _option, _default) in MOVED.items():
     LEFT[_name] = _default
@@ -153,7 +163,7 @@ class ModelFlags:
     freeze_router: bool = flag(
         False, "do not train what chooses the experts of a mixture, and balance nothing.")
     trust_remote_code: bool = flag(
-        False, "run the Python code that comes with a model, or that a YAML file in eval_task_data "
+        False, "run the Python code that comes with a model, or that a YAML file of a task "
         "names, which can do anything. false refuses what needs it.")
     attention: str = flag(
         "auto", "how student and teachers attend: sdpa, flash_attention_2 (needs a GPU, half "
@@ -458,24 +468,11 @@ class TaskFlags:
     eval_task_every: int = flag(
         0, "steps between two of these evaluations. 0 evaluates before the first and after the "
         "last step only.", low=0, high=10**12, free=True)
-    eval_task_data: str = flag(
-        "", "directory of the tasks' files. Empty: they come from the hub.", free=True)
-    eval_task_shots: int = flag(
-        -1, "worked examples in front of each question, not of code. -1: as each task says, of "
-        "gsm8k 5.", low=-1, high=1000, free=True)
-    eval_task_limit: int = flag(
-        0, "items of each task (of mmlu: of each subject), the first ones. 0: all.",
-        low=0, high=10**9, free=True)
-    eval_task_batch: int = flag(
-        16, "items that a rank reads or writes side by side.", low=1, high=2**16, free=True)
-    eval_task_samples: int = flag(
-        1, "programs for each item of humaneval_plus and mbpp_plus, for pass@k.",
-        low=1, high=2**16, free=True)
-    eval_task_temperature: float = flag(
-        0.0, "of these programs, 0 (the most likely token) to 1000.", low=0, high=1e3, free=True)
-    allow_unsafe_code: bool = flag(
-        False, "run the programs that the student writes for humaneval_plus and mbpp_plus without "
-        "a sandbox, where there is none; they can do all that you can.", free=True)
+    eval_task_options: str = flag(
+        "", 'how they are run, as a JSON object: {"shots": 3, "limit": 100}. Its options are flags '
+        "of isogloss-tasks, where --help explains them: data, shots, limit, batch_size, "
+        "max_new_tokens, samples, temperature, allow_unsafe_code.", free=True,
+        options=Options("an evaluation", OF_TASKS, TaskOptions))
 
 
 @dataclass(kw_only=True)
@@ -880,8 +877,8 @@ def configs_by_teacher(cfg):
         weight = cfg.kd_weight * entry.get("weight", 1.0)
         configs[name] = replace(cfg, teachers="", route_key="", kd_weight=weight, **flags)
         if configs[name].learn_projection:
-            raise ValueError(f"--teachers: learn_projection of {name}: trains the projection of the "
-                             "only teacher of a run; leave it out")
+            raise ValueError(f"--teachers: learn_projection of {name}: is for the only teacher of a "
+                             "run; leave it out")
     if cfg.teacher_ema < 1 and all(each.teacher_ema == 1 for each in configs.values()):
         raise ValueError(f"--teacher_ema {cfg.teacher_ema}: follows the student, and no teacher of "
                          '--teachers does; add {"model": "self"}, or leave it out')

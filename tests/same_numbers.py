@@ -59,8 +59,8 @@ RUNS = {  # name: (ranks, ZeRO stage, micro-batch size, accumulation steps, flag
     "dynamic": (1, 2, 2, 2, {"dynamic_scale": True, "loss": "alm"}),
     "text": (2, 1, 2, 2, EVAL | {"kd_weight": 0}),
     "streamed": (1, 0, 2, 2, {"streaming": True}),
-    "jsd": (1, 2, 4, 1, {"teacher": "untied", "loss": "generalized_jsd", "loss_options": {"beta": 0.3},
-                         "loss_topk": 20}),
+    "jsd": (1, 2, 4, 1, {"teacher": "untied", "loss": "generalized_jsd", "loss_topk": 20,
+                         "loss_options": {"beta": 0.3}}),
 }
 
 

@@ -12,6 +12,7 @@ from cases import close, gradient
 from conftest import ROOT
 from isogloss import losses
 from isogloss.config import (
+    OF_TASKS,
     Config,
     configs_by_teacher,
     loss_flags,
@@ -118,15 +119,28 @@ def test_options_go_with_the_loss_that_they_are_of():
     with pytest.raises(ValueError, match=r"^--loss_options .* no teacher of this run reads it"):
         unread.check_run()
     learned = {"model": "A", "loss": "projection_kl", "loss_options": {"learn_projection": True}}
-    with pytest.raises(ValueError, match="learn_projection of A: trains the projection of the only"):
+    with pytest.raises(ValueError, match="learn_projection of A: is for the only teacher"):
         several(learned)
     with pytest.raises(ValueError, match=re.escape("'jsd_beta'; it is --loss_options")):
         several({"model": "A", "jsd_beta": 0.3})
 
 
+def test_the_help_of_tasks_names_their_options():
+    about = Config.__dataclass_fields__["eval_task_options"].metadata["about"]
+    assert f"{', '.join(OF_TASKS)}." in about
+    for options, message in (
+        ({"shots": -2}, "--eval_task_options: shots -2: expected -1 or more"),
+        ({"samples": 4}, "samples is 4 at temperature 0, where all samples are equal"),
+        ({"seed": 4}, "unknown option 'seed'; an evaluation has data, shots"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            Config(**GOOD, eval_tasks="gsm8k", eval_task_options=options)
+
+
 def test_the_page_of_losses_has_every_option():
     page = (ROOT / "docs" / "losses.md").read_text()
-    rows = dict(re.findall(r"^\| `(\w+)` \| (`.*?) \|", page.split("## Options of a loss")[1], re.M))
+    section = page.split("## Options of a loss")[1]
+    rows = dict(re.findall(r"^\| `(\w+)` \| (`.*?) \|", section, re.M))
     of_losses = {}
     for name, spec in LOSSES.items():
         for option in spec.options:
@@ -192,7 +206,8 @@ IDLE = [  # flags that would do nothing, words of the line
     ({"rollout_every": 2}, "--rollout_every 2: is for what the student writes; add --on_policy"),
     ({"rollout_tokens": 9}, "--rollout_tokens 9: is for what the student writes"),
     ({"on_policy": 0.5, "max_ratio": 2.0}, "each step has its own; add --rollout_every"),
-    ({"eval_task_limit": 5}, "--eval_task_limit 5: is for --eval_tasks, which names none"),
+    ({"eval_task_options": {"limit": 5}},
+     '--eval_task_options {"limit": 5}: is for --eval_tasks, which names none'),
     ({"eval_every": 5}, "--eval_every 5: is for held-out rows, and there are none"),
     ({"eval_samples": 5}, "--eval_samples 5: is for held-out rows, and there are none"),
     ({"eval_draft": True}, "--eval_draft: is for held-out rows, and there are none"),

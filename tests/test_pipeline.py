@@ -294,7 +294,8 @@ def jobs(models, students, texts, tmp_path_factory):
     learning = Jobs(folder, [*argv, "--loss=projection_kl", '--loss_options={"learn_projection": '
                              'true, "projection_learning_rate": 1e-2}'])
     if HAS_LM_EVAL:
-        argv += ["--eval_tasks=lambada", f"--eval_task_data={folder}", "--eval_task_every=2"]
+        argv += ["--eval_tasks=lambada", "--eval_task_every=2",
+                 f'--eval_task_options={{"data": "{folder}"}}']
     jobs = Jobs(folder, argv)
     run_all(1, jobs.line("one", 1, 4), learning.line("one learned", 1, 4))
     killed = random.line("killed", 2, 2, num_readers=2)

@@ -150,10 +150,10 @@ FLAGS = {
     "--pipeline_parallel=2 --ds_config={folder}/hasty.json":
         "1 gradient_accumulation_steps leave 50% of the stages' time idle",
     # evaluation tasks
-    "--eval_tasks=mmul --eval_task_data={folder}":
+    '--eval_tasks=mmul --eval_task_options={"data":"{folder}"}':
         "--eval_tasks mmul: unknown task 'mmul'; did you mean mmlu?",
     "--eval_task_every=5": "--eval_task_every 5: is for --eval_tasks, which",
-    "--eval_tasks=gsm8k --eval_task_samples=4":
+    '--eval_tasks=gsm8k --eval_task_options={"samples":4}':
         "samples is 4 at temperature 0, where all samples are equal",
     "--eval_tasks=lm_eval:no_such": "--eval_tasks lm_eval:no_such: ",
     # chats, completions, held-out rows

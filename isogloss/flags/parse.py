@@ -34,7 +34,7 @@ OLD_NAMES = {"student_model": "student", "teacher_model": "teacher"}
 
 # Flags of any command line that name a file, a directory, or a model by its directory.
 PATH_FLAGS = frozenset("""assets config data ds_config dump_losses embedding_model eval_data
-    eval_task_data export golden model other output output_dir png projection recipe resume run
+    export golden model other output output_dir png projection recipe resume run
     student teacher teacher_cache teacher_tokenizer texts tokenizer""".split())
 # Those that are written, over a scratch file beside them with a longer name.
 WRITTEN = frozenset(("dump_losses", "export", "output", "output_dir", "png"))
@@ -223,7 +223,9 @@ class Options:
 
 
 def keywords_of(function, leave_out=()):
-    """Return {name: default} of the parameters of a function whose defaults are numbers or words."""
+    """Return {name: default} of the parameters of a function, as far as these are numbers
+    or words.
+    """
     defaults = {}
     for name, parameter in inspect.signature(function).parameters.items():
         default = parameter.default
@@ -264,7 +266,7 @@ def options_for(config, name):
 
 
 def options_text(config, name):
-    """Return a flag that is a JSON object without its defaults, in one order, empty if none is left.
+    """Return a flag that is a JSON object, sorted and without defaults; empty: they are all.
 
     So a run has one identity, however its options were written.
     """

@@ -54,8 +54,9 @@ def build_projection_kl(cfg, pair, device, has_rest=False):
     source = places if learned else likelihoods
 
     if has_rest and options["chunk_average"] == "logp":
-        raise ValueError("--loss_options: chunk_average logp: a mean of logarithms needs all of the teacher's "
-                         "tokens, and of this teacher some are kept; keep hidden states")
+        raise ValueError("--loss_options: chunk_average logp: a mean of logarithms needs all "
+                         "of the teacher's tokens, and of this teacher some are kept; keep hidden "
+                         "states")
     num_tokens = len(pair.tables[1])
     # slots of a learned projection may get any weight
     weights = torch.ones_like(likelihoods) if learned else likelihoods
