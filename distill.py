@@ -329,8 +329,9 @@ def weigh_rollouts(state, micro_batches):
         if gap is not None and not gap <= state.cfg.max_logp_gap:  # NaN too
             launch.fail(
                 f"what writes has other weights than the student: the log-probabilities of its "
-                f"tokens differ by {gap:.3g} nats on average (--max_logp_gap "
-                f"{state.cfg.max_logp_gap}); {once.describe_last_checkpoint(state)}", code=1)
+                f"tokens differ by {gap:.3g} nats on average (at most "
+                f"{state.cfg.max_logp_gap} is rounding); "
+                f"{once.describe_last_checkpoint(state)}", code=1)
     return micro_batches, metrics
 
 

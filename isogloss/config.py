@@ -10,7 +10,7 @@ from datetime import date
 from pathlib import Path
 from typing import ClassVar
 
-from isogloss.data.mixture import sources_of
+from isogloss.data.mixture import SourceOptions, sources_of
 from isogloss.flags.model_names import without_secrets
 from isogloss.flags.parse import (
     DATE,
@@ -31,6 +31,7 @@ from isogloss.flags.together import check_idle, check_together, is_set, shown
 from isogloss.flags.yaml_file import parse_json
 from isogloss.loss_bounds import CHOICES, NUMBERS
 
+HALF_LIFE = 256  # of --token_weights early, learned tokens.  Not tuned.
 # Options of tasks; the others are flags of the run.
 OF_TASKS = keywords_of(TaskOptions, leave_out=("seed", "trust_remote_code"))
 LEAST_AUTO_MIB, MOST_AUTO_MIB = 512, 4096  # of --loss_memory_mib auto.  Not tuned.
@@ -80,31 +81,49 @@ FOREIGN = {
 }
 # Flags of earlier versions that left, and the value that is always meant now.
 LEFT = {"alm_mode": "binary_kl", "head_gradient": "micro_batch", "normalize_by_vocab": False,
-        "projection_columns": "all", "ratio": "clamp", "teacher_alpha": 1.0, "token_entropy": 0.5}
+        "projection_columns": "all", "ratio": "clamp", "teacher_alpha": 1.0, "token_entropy": 0.5,
+        "teacher_connections": 8, "max_logp_gap": 0.1, "rollout_timeout": 800.0}
 FOREIGN |= {name: f"{value} now, always; leave it out" for name, value in LEFT.items()}
-# Those that are options now: {name: (flag, option, default)}.
+
+
+def _option(flag, option, default):
+    return default, f"--{flag} '{json.dumps({option: default})}'"
+
+
+def _of_source(name):
+    default = getattr(SourceOptions, name)
+    return default, f"--data '{json.dumps([{'data': 'NAME', name: default}])}'"
+
+
+# Those that are elsewhere now: {name: (its default, where)}.
 MOVED = {
-    "jsd_beta": ("loss_options", "beta", 0.5),
-    "skew_lambda": ("loss_options", "skew", 0.1),
-    "akl_alpha": ("loss_options", "alpha", 0.5),
-    "reverse_kl": ("loss_options", "reverse", False),
-    "chunk_average": ("loss_options", "chunk_average", "p"),
-    "uncommon_topk": ("loss_options", "uncommon_topk", 8192),
-    "matched_weight": ("loss_options", "matched_weight", -1.0),
-    "projection_topk": ("loss_options", "projection_topk", 8192),
-    "learn_projection": ("loss_options", "learn_projection", False),
-    "projection_learning_rate": ("loss_options", "projection_learning_rate", 0.0),
-    "eval_task_data": ("eval_task_options", "data", ""),
-    "eval_task_shots": ("eval_task_options", "shots", -1),
-    "eval_task_limit": ("eval_task_options", "limit", 0),
-    "eval_task_batch": ("eval_task_options", "batch_size", 16),
-    "eval_task_samples": ("eval_task_options", "samples", 1),
-    "eval_task_temperature": ("eval_task_options", "temperature", 0.0),
-    "allow_unsafe_code": ("eval_task_options", "allow_unsafe_code", False),
+    "jsd_beta": _option("loss_options", "beta", 0.5),
+    "skew_lambda": _option("loss_options", "skew", 0.1),
+    "akl_alpha": _option("loss_options", "alpha", 0.5),
+    "reverse_kl": _option("loss_options", "reverse", False),
+    "chunk_average": _option("loss_options", "chunk_average", "p"),
+    "uncommon_topk": _option("loss_options", "uncommon_topk", 8192),
+    "matched_weight": _option("loss_options", "matched_weight", -1.0),
+    "projection_topk": _option("loss_options", "projection_topk", 8192),
+    "learn_projection": _option("loss_options", "learn_projection", False),
+    "projection_learning_rate": _option("loss_options", "projection_learning_rate", 0.0),
+    "eval_task_data": _option("eval_task_options", "data", ""),
+    "eval_task_shots": _option("eval_task_options", "shots", -1),
+    "eval_task_limit": _option("eval_task_options", "limit", 0),
+    "eval_task_batch": _option("eval_task_options", "batch_size", 16),
+    "eval_task_samples": _option("eval_task_options", "samples", 1),
+    "eval_task_temperature": _option("eval_task_options", "temperature", 0.0),
+    "allow_unsafe_code": _option("eval_task_options", "allow_unsafe_code", False),
+    "tools_key": _of_source("tools_key"),
+    "weight_key": _of_source("weight_key"),
+    "drop_images": _of_source("drop_images"),
+    "txt_samples": _of_source("txt_samples"),
+    "token_half_life": (256.0, "--token_weights early:256"),
+    "rollout_command": ("", "--writer COMMAND"),
+    "log_comms": (False, '"comms_logger": {"enabled": true} of the ds_config'),
 }
-for _name, (_flag, _option, _default) in MOVED.items():
-    LEFT[_name] = _default
-    FOREIGN[_name] = f"--{_flag} '{json.dumps({_option: _default})}'"
+FOREIGN |= {name: where for name, (_, where) in MOVED.items()}
+DEFAULTS_OF_BEFORE = LEFT | {name: default for name, (default, _) in MOVED.items()}
 FOREIGN |= {"beta": FOREIGN["jsd_beta"], "vocab_topk": FOREIGN["projection_topk"]}
 
 
@@ -204,25 +223,15 @@ class DataFlags:
     completion_key: str = flag(
         "", "column of what follows the prompts of prompt_key, in place of text_key; both hold "
         "texts, or both chats. The prompt is read, only the completion is learned.")
-    tools_key: str = flag(
-        "tools", "column of the tools that the assistant of a chat may call, if there is one, "
-        "which every chat template is shown.")
-    drop_images: bool = flag(
-        False, "learn the text of chats with images or sounds, which are refused otherwise.")
     teacher_prompt_key: str = flag(
         "", "column of what teachers alone read in front of a chat: a text, which is a system "
         "message (a solution, a document, a better prompt), or messages (examples).")
-    weight_key: str = flag(
-        "", "column of a number for each row, 0 or more, of token_weights column.")
     template_kwargs: str = flag(
         "", "what every chat template is told besides, as a JSON object: "
         '{"enable_thinking": false}.')
     chat_date: str = flag(
         "", "date that chat templates are told, as 2026-05-01. Empty: the day on which the run "
         "began, or on which the chats of its --teacher_cache were rendered.", free=True)
-    txt_samples: str = flag(
-        "line", "what a sample of a .txt file is: line, paragraph (between empty lines) or file.",
-        choices=("line", "paragraph", "file"))
     join_rows: int = flag(
         0, "characters that a sample of text has at least: neighboring rows are joined, whole and "
         "with a newline between them, until they have as many. Attention and loss reach across. "
@@ -300,12 +309,9 @@ class LossFlags:
         "an entry of --teachers that names a loss they are of that loss.",
         options=options_of_loss, key="loss_options")
     token_weights: str = flag(
-        "", "how much a term weighs by the place where it begins. early: 2^(-t / token_half_life) "
-        "behind t learned tokens. column: what weight_key says of the row. Empty: 1 each.",
-        choices=("", "early", "column"), key="token_weights")
-    token_half_life: float = flag(
-        256.0, "of token_weights early, in learned tokens.", low=0.1, high=1e9,
-        key="token_half_life")
+        "", "how much a term weighs by the place where it begins. early:N: 2^(-t / N) behind t "
+        "learned tokens; early means early:256. column: what the weight_key of an entry of data "
+        "says of the row. Empty: 1 each.", key="token_weights")
     tiled: bool = flag(
         True, "compute logits and loss tile by tile from hidden states. false computes the logits "
         "of a whole micro-batch.", free=True)
@@ -355,21 +361,11 @@ class OnPolicyFlags:
         "layer by layer for every token, which is slow and takes no memory.", free=True)
     writer: str = flag(
         "student", "what writes with the student's weights. student: it does, in this job. vllm: "
-        "vLLM of this environment, a process on every node.", choices=("student", "vllm"),
-        free=True)
-    rollout_command: str = flag(
-        "", "command of another process that writes, one on every node, as "
+        "vLLM of this environment, a process on every node. Or the command of such a process, as "
         '"/env/bin/python -m isogloss.vllm_writer" for a vLLM of another environment.', free=True)
     staleness: int = flag(
         1, "steps that the weights with which such a process writes may be old, 0 or 1. 1: it "
         "writes for the next step while this one trains.", low=0, high=1)
-    rollout_timeout: float = flag(
-        600.0, "seconds for an answer of that process; then the job ends. 1 to 800. For loading "
-        "it has an hour.", low=1, high=800, free=True)
-    max_logp_gap: float = flag(
-        0.1, "mean difference, in nats, between a token's log-probability when it is written and "
-        "when it is learned with the same weights; a larger one ends the job.",
-        low=0, high=1e6, free=True)
     rollout_log: int = flag(
         1, "rollouts of a step that rollouts.jsonl keeps.", low=0, high=2**20, free=True)
     rollout_eval: int = flag(
@@ -395,8 +391,6 @@ class TeacherFlags:
     teacher_timeout: float = flag(
         600.0, "seconds for a request to a served teacher, all tries together; then the job ends. "
         "1 to 1500.", low=1, high=1500, free=True)
-    teacher_connections: int = flag(
-        8, "requests of a rank that a served teacher has at a time.", low=1, high=1024, free=True)
     teacher_cache: str = flag(
         "", "directory that python -m isogloss.cache has written: what a teacher says of the "
         "texts, in place of a teacher. Its tokenizer is there too, so teacher is not needed; one "
@@ -536,9 +530,6 @@ class RunFlags:
         "", "directory for one .safetensors a micro-batch and rank: ids, chunks, and the loss of "
         "each chunk, to compare another system with. It waits for the device. See "
         "docs/evaluate.md. Empty: none.", free=True)
-    log_comms: bool = flag(
-        False, "time every collective of the engine and of sequence-parallel attention for 100 "
-        "steps, which slows them down, and print a summary.", free=True)
     wandb_project: str = flag(
         "", "log to this Weights & Biases project, as wandb of the ds_config does. Empty: do not.",
         free=True)
@@ -556,6 +547,8 @@ class Config(ModelFlags, DataFlags, LossFlags, OnPolicyFlags,
 
     FOREIGN: ClassVar[dict] = FOREIGN  # see `parse_flags`
     given: ClassVar[frozenset] = frozenset()  # flags of the command line; `parse_flags` sets it
+    source_options: ClassVar[SourceOptions] = SourceOptions()  # `of_source` sets it
+    max_logp_gap: ClassVar[float] = 0.1  # nats, see docs/on_policy.md.  Not tuned.
 
     @classmethod
     def read(cls, words):
@@ -607,18 +600,55 @@ class Config(ModelFlags, DataFlags, LossFlags, OnPolicyFlags,
         if self.quantize and importlib.util.find_spec("bitsandbytes") is None:
             raise ValueError(f"--quantize {self.quantize}: needs bitsandbytes, which is not "
                              "installed; pip install bitsandbytes==0.50.2")
+        self._check_token_weights()
         if self.resume not in ("auto", "never") and not Path(self.resume).is_dir():
             raise ValueError(f"--resume={self.resume}: expected auto, never or the directory of a "
                              "checkpoint")
 
-    def of_source(self, flags):
-        """Return the Config of a run on one source of a mixture, with its {flag: value}."""
+    def _check_token_weights(self):
+        kind, _, number = self.token_weights.partition(":")
+        if self.token_weights in ("", "column", "early"):
+            return
+        try:
+            half_life = float(number)
+        except ValueError:
+            half_life = 0.0
+        if kind != "early" or not 0.1 <= half_life <= 1e9:
+            raise ValueError(f"--token_weights {self.token_weights}: expected early, early:N (the "
+                             "learned tokens after which a weight is half as large, 0.1 to 1e9) or "
+                             "column")
+        # one name, so that a run has one identity
+        self.token_weights = "early" if half_life == HALF_LIFE else f"early:{half_life:.15g}"
+
+    def of_source(self, flags, options):
+        """Return the Config of a run on one source of a mixture.
+
+        Args:
+            flags: {flag: value}; options: SourceOptions.
+        """
         source = copy.copy(self)
         vars(source).update(flags)
+        source.source_options = options
         check_flags(source)
         check_together(source)
         source._check_held_out()
+        for name in ("join_rows", "on_policy"):
+            if options.weight_key and is_set(source, name):
+                raise ValueError(f"--data: weight_key {options.weight_key} with "
+                                 f"{shown(source, name)}: weighs one row of the data; leave out "
+                                 "one of them")
         return source
+
+    @property
+    def has_weights(self):
+        """Whether the data say what a row weighs."""
+        return any(source.cfg.source_options.weight_key for source in sources_of(self))
+
+    @property
+    def token_half_life(self):
+        """Half-life of --token_weights early, in learned tokens; 0: they are others."""
+        kind, _, number = self.token_weights.partition(":")
+        return float(number or HALF_LIFE) if kind == "early" else 0.0
 
     @property
     def holds_out(self):
@@ -651,9 +681,9 @@ class Config(ModelFlags, DataFlags, LossFlags, OnPolicyFlags,
         if self.learn_projection and not self.kd_weight:
             raise ValueError("--loss_options: learn_projection with --kd_weight 0: nothing would "
                              "train it; leave it out")
-        keys = [source.cfg.weight_key for source in sources_of(self)]
-        if self.token_weights == "column" and not any(keys):
-            raise ValueError("--token_weights column: of which column? name it with --weight_key")
+        if self.token_weights == "column" and not self.has_weights:
+            raise ValueError("--token_weights column: of which column? name it as weight_key of an "
+                             f"entry of data: {MOVED['weight_key'][1]}")
 
     def _check_held_out(self):
         if self.streaming and (self.eval_data or self.eval_split) and not self.eval_rows:
@@ -689,7 +719,7 @@ class Config(ModelFlags, DataFlags, LossFlags, OnPolicyFlags,
         """Command of the process that writes; empty: the student itself does."""
         if self.writer == "vllm":
             return shlex.join([sys.executable, "-m", "isogloss.vllm_writer"])
-        return self.rollout_command
+        return "" if self.writer == "student" else self.writer
 
     @property
     def options_of_loss(self):
@@ -865,7 +895,7 @@ def configs_by_teacher(cfg):
     for entry in entries:
         name = teacher_name(entry)
         for key in MOVED.keys() & entry:
-            raise ValueError(f"--teachers: unknown key {key!r}; it is {FOREIGN[key]}")
+            raise ValueError(f"--teachers: unknown key {key!r}; it is {MOVED[key][1]}")
         check_entry("teachers", entry, name, ("name", "weight", "routes", *keys), configs)
         _check_teacher(cfg, entry, name)
         flags = {keys[key]: value for key, value in entry.items() if key in keys}
@@ -877,8 +907,8 @@ def configs_by_teacher(cfg):
         weight = cfg.kd_weight * entry.get("weight", 1.0)
         configs[name] = replace(cfg, teachers="", route_key="", kd_weight=weight, **flags)
         if configs[name].learn_projection:
-            raise ValueError(f"--teachers: learn_projection of {name}: is for the only teacher of a "
-                             "run; leave it out")
+            raise ValueError(f"--teachers: learn_projection of {name}: is for the only teacher of "
+                             "a run; leave it out")
     if cfg.teacher_ema < 1 and all(each.teacher_ema == 1 for each in configs.values()):
         raise ValueError(f"--teacher_ema {cfg.teacher_ema}: follows the student, and no teacher of "
                          '--teachers does; add {"model": "self"}, or leave it out')
@@ -901,8 +931,7 @@ def check_teacher_flags(cfg):
     from isogloss.objective.loss_table import flags_of_teacher  # late, like the table
 
     others = "model", "loss", "tokenizer", "cache", "max_length", "ema", "compile", "token_weights"
-    checked = {"weight_key"}
-    checked |= {flag for flag, key in flags_that(Config, "key").items() if key not in others}
+    checked = {flag for flag, key in flags_that(Config, "key").items() if key not in others}
     keys = teacher_keys()
     configs = configs_by_teacher(cfg)
     entries = teacher_entries(cfg) if cfg.teachers else [{}]
@@ -923,6 +952,10 @@ def check_teacher_flags(cfg):
                                  f"{cfg.teacher_weights} has one loss, the first teacher's; leave "
                                  "it out")
     losses = ", ".join(dict.fromkeys(teacher_cfg.loss for teacher_cfg in configs.values()))
+    is_weighed = any(of.token_weights == "column" for of in configs.values())
+    if cfg.has_weights and not is_weighed:
+        raise ValueError("--data: weight_key: no teacher of this run weighs rows; add "
+                         "--token_weights column, or leave it out")
     for name in sorted(checked - read):
         if is_set(cfg, name):
             raise ValueError(f"{shown(cfg, name)}: no teacher of this run reads it, nor does its "

@@ -28,6 +28,7 @@ from isogloss.tile_plan import SubTile
 from tokens import pair_of
 
 GOOD = dict(student="s", teacher="t", data="d")
+WEIGHED = '[{"data": "d", "weight_key": "w"}]'
 JSD = {"loss": "generalized_jsd", "loss_options": {"beta": 0.3}}
 NAMES = [entry.name for entry in fields(Config)]
 
@@ -125,6 +126,20 @@ def test_options_go_with_the_loss_that_they_are_of():
         several({"model": "A", "jsd_beta": 0.3})
 
 
+def test_falling_weights_have_one_name_and_a_half_life():
+    lives = {"": 0, "column": 0, "early": 256, "early:256": 256, "early:9.50": 9.5,
+             "early:1e9": 1e9}
+    for weights, half_life in lives.items():
+        cfg = Config(**GOOD | {"token_weights": weights, "data": WEIGHED})
+        assert cfg.token_half_life == half_life
+        assert Config(**GOOD | {"token_weights": cfg.token_weights, "data": WEIGHED}) == cfg
+    assert Config(**GOOD, token_weights="early:256.0") == Config(**GOOD, token_weights="early")
+
+
+def test_there_are_at_most_105_flags():
+    assert len(NAMES) <= 105
+
+
 def test_the_help_of_tasks_names_their_options():
     about = Config.__dataclass_fields__["eval_task_options"].metadata["about"]
     assert f"{', '.join(OF_TASKS)}." in about
@@ -182,6 +197,10 @@ def test_wrong_teachers_are_refused(case):
     *[({"loss": "hybrid_uld", "loss_options": {"matched_weight": weight}},
        f"--loss_options: matched_weight={weight}: expected a number, 0 or more and at most 1")
       for weight in (-0.5, 1.5)],
+    *[({"token_weights": weights}, f"--token_weights {weights}: expected early, early:N")
+      for weights in ("late", "early:", "early:0", "early:nan", "early:x", "column:w")],
+    ({"data": '[{"data": "d", "weight_key": 3}]'}, "--data: weight_key=3: expected str, got int"),
+    ({"data": WEIGHED, "join_rows": 9}, "--data: weight_key w with --join_rows 9: weighs one row"),
     ({"loss_options": "[1]"}, r"--loss_options \[1\]: expected a JSON object"),
     ({"loss_options": "beta"}, "--loss_options: not valid JSON"),
     ({"loss_options": {"beta": 1}}, "unknown option 'beta'; --loss piece_kl takes none"),
@@ -198,8 +217,7 @@ IDLE = [  # flags that would do nothing, words of the line
     ({"loss": "alm", "loss_topk": 5}, "--loss_topk 5: no teacher of this run reads it, nor does"),
     ({"loss_topk_of": "student"}, "--loss_topk_of student: no teacher of this run reads it"),
     ({"projection": "x"}, "--projection x: no teacher of this run reads it"),
-    ({"token_half_life": 9.5}, "--token_half_life 9.5: no teacher of this run reads it"),
-    ({"token_weights": "early", "weight_key": "w"}, "--weight_key w: no teacher of this run"),
+    ({"token_weights": "early", "data": WEIGHED}, "--data: weight_key: no teacher of this run"),
     ({"teacher_output_topk": 5}, "--teacher_output_topk 5: no teacher of this run reads it"),
     ({"teacher_cache": "c", "teacher_output": "topk"}, "--teacher_output topk: no teacher of"),
     ({"teacher_cache": "c", "teacher_tp": 2}, "--teacher_tp 2: no teacher of this run reads it"),
@@ -245,14 +263,14 @@ SOURCES = json.dumps([{"data": "a", "eval_rows": 3, "weight_key": "w", "route_ke
     JSD | {"teachers": [{"model": "A"}, {"model": "B", "loss": "alm"}], "teacher_weights": "ce"},
     {"teachers": [{"model": "A"}, {"cache": "B"}], "teacher_tp": 2, "teacher_output": "topk"},
     {"teachers": [{"model": "A", "loss_topk": 5}, {"model": "B"}], "loss_topk_of": "student"},
-    {"teachers": [{"model": "A", "token_weights": "column"}, {"model": "B"}], "weight_key": "w"},
+    {"teachers": [{"model": "A", "token_weights": "column"}, {"model": "B"}], "data": WEIGHED},
     {"teachers": [{"model": "A", "routes": ["x"]}, {"model": "B"}], "data": SOURCES,
      "token_weights": "column", "eval_samples": 2, "eval_every": 5},
     {"teachers": [{"model": "A", "loss": "alm"}, {"model": "B", "loss": "alm"}],
      "teacher_weights": "mean_p"},
     {"eval_samples": 2, "eval_rows": 3, "rollout_tokens": 9},
     {"teacher": "http://a:1", "teacher_tokenizer": "t", "teacher_output_topk": 5},
-    {"on_policy": 0.5, "rollout_command": "x", "max_ratio": 2.0},
+    {"on_policy": 0.5, "writer": "x", "max_ratio": 2.0},
     {"teacher": "self", "dynamic_scale": True, "teacher_prompt_key": "hint"},
 ])
 def test_flags_that_something_reads_are_taken(flags):

@@ -122,9 +122,10 @@ def test_reports_of_deepspeed(base_run, tmp_path):
     profiler = {"enabled": True, "profile_step": 1, "module_depth": 1, "top_modules": 1,
                 "detailed": False}
     config = jobs.ds_config(tmp_path / "ds.json", 3, 2, 1, flops_profiler=profiler,
-                            wall_clock_breakdown=True, memory_breakdown=True)
+                            wall_clock_breakdown=True, memory_breakdown=True,
+                            comms_logger={"enabled": True})
     argv = [*base_run.argv, f"--ds_config={config}", "--steps=3", f"--output_dir={tmp_path}",
-            "--log_comms", "--sequence_parallel=2"]
+            "--sequence_parallel=2"]
     begin = time.monotonic()
     assert ranks.run(2, jobs.run_with_output, argv, str(tmp_path / "output")) == [[0]] * 2
     seconds = time.monotonic() - begin

@@ -111,11 +111,11 @@ FLAGS = {
     # what the student writes
     "--on_policy=1 --kd_weight=0": "--on_policy 1.0 with --kd_weight 0",
     "--on_policy=1 --rollout_top_p=0": "--rollout_top_p 0.0: expected more",
-    "--on_policy=1 --rollout_tokens=20 --rollout_batch=8 --rollout_command=true":
+    "--on_policy=1 --rollout_tokens=20 --rollout_batch=8 --writer=true":
         "--rollout_batch 8: is for a student that writes itself, and true writes; leave it out",
     "--on_policy=1 --rollout_tokens=20 --rollout_top_p=0.9 --rollout_every=2":
         "--rollout_top_p 0.9 with --rollout_every 2: no ratio makes up for",
-    "--on_policy=1 --rollout_tokens=20 --rollout_top_p=0.9 --rollout_command=true":
+    "--on_policy=1 --rollout_tokens=20 --rollout_top_p=0.9 --writer=true":
         "--rollout_top_p 0.9 with --staleness 1: no ratio makes up for",
     "--on_policy=1 --rollout_tokens=120": "leaves no room for a prompt",
     "--on_policy=1 --rollout_tokens=20 --prompt_key=question":
@@ -129,12 +129,11 @@ FLAGS = {
         "its tokenizer has no chat template",
     "--on_policy=1 --rollout_tokens=20 --streaming --rollouts_per_prompt=3":
         "--rollouts_per_prompt 3",
-    "--on_policy=1 --rollout_tokens=20 --rollout_command=/no/such":
-        "--rollout_command /no/such: no such program",
-    "--on_policy=1 --rollout_tokens=20 --rollout_command=false":
-        "--rollout_command false: ended with exit code 1",
+    "--on_policy=1 --rollout_tokens=20 --writer=/no/such":
+        "--writer /no/such: no such program",
+    "--on_policy=1 --rollout_tokens=20 --writer=false":
+        "--writer false: ended with exit code 1",
     "--on_policy=1 --rollout_tokens=20 --writer=vllm": "--writer vllm: there is no vllm here",
-    "--on_policy=1 --writer=vllm --rollout_command=x": "--writer vllm with --rollout_command x",
     "--on_policy=1 --dynamic_scale": "there is no cross-entropy",
     # joined rows
     "--join_rows=99 --on_policy=1 --rollout_tokens=20":

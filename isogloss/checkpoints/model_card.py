@@ -38,7 +38,7 @@ MEASURED = {
 LEFT_OUT = {
     "student", "teacher", "teachers", "data", "eval_data", "output_dir", "export", "ds_config",
     "resume", "wandb_project", "local_rank", "loss", "projection", "eval_task_options",
-    "rollout_command", "plugin", "trust_remote_code", "config", "teacher_cache",
+    "writer", "plugin", "trust_remote_code", "config", "teacher_cache",
     "teacher_tokenizer"}
 
 

@@ -24,6 +24,7 @@ from transformers import AutoTokenizer, TrainingArguments
 from isogloss.align import TokenTable
 from isogloss.config import Config, loss_flags, template_kwargs
 from isogloss.data.batch import Collator, PairOptions
+from isogloss.data.mixture import SourceOptions
 from isogloss.data.order import ExampleReader
 from isogloss.data.sample import TextEncoder
 from isogloss.inputs import with_common_ids
@@ -37,8 +38,7 @@ from isogloss.tiles import StoredLogits, head_of
 
 # Flags of distill.py that mean something here.
 FLAGS = {"loss", "kd_weight", "ce_weight", "max_length", "teacher_max_length", "train_on",
-         "template_kwargs", "chat_date", "aligner", "drop_images", "token_weights",
-         "token_half_life"}
+         "template_kwargs", "chat_date", "aligner", "drop_images", "token_weights"}
 # {columns of a row: flags of distill.py that say so}, as TRL names them
 COLUMNS = {("messages",): {"text_key": "messages"},
            ("prompt", "completion"): {"prompt_key": "prompt", "completion_key": "completion"},
@@ -93,7 +93,6 @@ class Distillation:
         self.device = None
         self.to(teacher.device)
         pair = PairOptions(self.encoder, self.setup.loss.spelling,
-                           token_weights=self.cfg.token_weights,
                            half_life=self.cfg.token_half_life)
         self.collator = Collator(self.student, [pair], self.cfg.train_on, self.cfg.aligner)
 
@@ -169,7 +168,9 @@ def config_of(flags):
         if name not in known:
             raise ValueError(f"{name}={flags[name]!r}: no such flag here; they are "
                              f"{', '.join(sorted(known))}")
+    options = SourceOptions(drop_images=flags.pop("drop_images", False))
     cfg = Config(student="student", teacher="teacher", data="rows", **flags)
+    cfg.source_options = options
     for option in ("learn_projection", "projection_topk"):
         if f'"{option}"' in cfg.loss_options:
             raise ValueError(f"loss_options={flags['loss_options']!r}: {option} has no part here; "
@@ -187,7 +188,7 @@ def reader_of(row, cfg):
             key = keys.get("completion_key") or keys["text_key"]
             return ExampleReader(
                 key, prompt_key=keys.get("prompt_key", ""), is_completion="prompt_key" in keys,
-                source="rows", tools_key="tools", drop_images=cfg.drop_images,
+                source="rows", tools_key="tools", drop_images=cfg.source_options.drop_images,
                 filled=frozenset(["tools", *names]))
     raise ValueError(f"a row has the columns {', '.join(row)}; expected text, messages, or prompt "
                      "and completion")

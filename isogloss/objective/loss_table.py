@@ -260,8 +260,6 @@ def divergence_loss(divergence, live_copies=DEFAULT_COPIES):
 
 # keywords of losses that are flags, or that the job sets itself
 GIVEN = ("temperature", "teacher_temperature", "top_k", "support", "tail", "reduction", "has_rest")
-# {--token_weights: the flags that it reads}
-FLAGS_OF_WEIGHTS = {"early": ["token_half_life"], "column": ["weight_key"]}
 OF_PROJECTION = {"projection_topk": 8192, "learn_projection": False,
                  "projection_learning_rate": 0.0}
 PROJECTED = "temperature", "projection"  # flags of the losses that have a projection
@@ -293,7 +291,7 @@ LOSSES: dict[str, LossSpec] = {
 def flags_of_teacher(cfg):
     """Return the flags that the only teacher of a run and its loss read, of those of teachers."""
     kind = cfg.teacher_kind
-    flags = {"loss_options", *LOSSES[cfg.loss].flags, *FLAGS_OF_WEIGHTS.get(cfg.token_weights, ())}
+    flags = {"loss_options", *LOSSES[cfg.loss].flags}
     if not cfg.loss_topk:
         flags.discard("loss_topk_of")
     if kind.has_weights:
