@@ -30,9 +30,10 @@ import torch
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 
-from isogloss.config import DEFAULTS_OF_BEFORE, Config
+from isogloss.config import Config
 from isogloss.errors import CannotSave
 from isogloss.flags.model_names import without_secrets
+from isogloss.flags.other_names import DEFAULTS_OF_BEFORE
 from isogloss.flags.parse import line_about
 from isogloss.job.files import (
     files_in,
