@@ -129,8 +129,9 @@ class DataFlags:
         "", "hub id (org/name or org/name:config), file, directory (of files, or of "
         "save_to_disk), glob, or the address of a file (https://, hf://). Files end in .txt, "
         ".jsonl, .json, .parquet, .arrow or .csv. All but .parquet and .arrow may be compressed, "
-        "as in .jsonl.gz (.gz, .bz2, .xz, .zst). Or a JSON list of several with weights, see "
-        "docs/data.md.")
+        "as in .jsonl.gz (.gz, .bz2, .xz, .zst). Or a JSON list of entries, see docs/data.md: "
+        "several data sets with weights, or what only an entry says (tools_key, weight_key, "
+        "drop_images, txt_samples).")
     text_key: str = flag(
         "text", 'column that holds the text, or chats, which are lists of {"role", '
         '"content"} (or of ShareGPT\'s {"from", "value"}).')
@@ -605,6 +606,8 @@ class Config(ModelFlags, DataFlags, LossFlags, OnPolicyFlags,
                              "end; say by --eval_rows how many rows of it are used")
 
     def _check_on_policy(self):
+        if not self.writer.strip():
+            raise ValueError("--writer: is empty; expected student, vllm or a command")
         if not 0 < self.rollout_top_p <= 1:
             raise ValueError(f"--rollout_top_p {self.rollout_top_p}: expected more than 0, at most "
                              "1")

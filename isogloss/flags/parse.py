@@ -223,9 +223,7 @@ class Options:
 
 
 def keywords_of(function, leave_out=()):
-    """Return {name: default} of the parameters of a function, as far as these are numbers
-    or words.
-    """
+    """Return {name: default} of a function's parameters, of those that are numbers or words."""
     defaults = {}
     for name, parameter in inspect.signature(function).parameters.items():
         default = parameter.default
@@ -252,6 +250,8 @@ def read_options(config, name):
             known = f"has {', '.join(values)}" if values else "takes none"
             raise ValueError(f"--{name}: unknown option {option!r}; {options.owner} {known}")
         values[option] = typed(f"{name} {option}", value, type(values[option]))
+        if isinstance(value, float) and not math.isfinite(value):
+            raise ValueError(f"--{name}: {option}={value}: expected a number")
     try:
         options.check(**values)
     except ValueError as error:

@@ -37,8 +37,8 @@ from isogloss.teachers.model import ModelSpec
 from isogloss.tiles import StoredLogits, head_of
 
 # Flags of distill.py that mean something here.
-FLAGS = {"loss", "kd_weight", "ce_weight", "max_length", "teacher_max_length", "train_on",
-         "template_kwargs", "chat_date", "aligner", "drop_images", "token_weights"}
+FLAGS = {"loss", "loss_options", "kd_weight", "ce_weight", "max_length", "teacher_max_length",
+         "train_on", "template_kwargs", "chat_date", "aligner", "drop_images", "token_weights"}
 # {columns of a row: flags of distill.py that say so}, as TRL names them
 COLUMNS = {("messages",): {"text_key": "messages"},
            ("prompt", "completion"): {"prompt_key": "prompt", "completion_key": "completion"},
