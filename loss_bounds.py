@@ -5,6 +5,7 @@ Tests: tests/test_cross_tokenizer.py.
 """
 
 import math
+from collections.abc import Mapping
 from numbers import Integral, Real
 from typing import Any, NamedTuple
 
@@ -40,7 +41,7 @@ CHOICES = {
 }
 
 
-def check_value(name: str, value: Any) -> None:
+def check_value(name: str, value: Any, numbers: Mapping[str, Bounds] = NUMBERS) -> None:
     """Raise a ValueError for a parameter that is none of its choices, or beyond its bounds."""
     if name in CHOICES:
         # 0 equals False
@@ -48,7 +49,7 @@ def check_value(name: str, value: Any) -> None:
             raise ValueError(f"{name}={value!r:.80}: expected one of "
                              f"{', '.join(map(str, CHOICES[name]))}")
         return
-    bounds = NUMBERS[name]
+    bounds = numbers[name]
     kind = Integral if bounds.is_whole else Real
     is_number = isinstance(value, kind) and not isinstance(value, bool) and math.isfinite(value)
     if not is_number or not bounds.low <= value <= bounds.high or (

@@ -82,8 +82,8 @@ CASES = {
     "topk": {"teacher_output": "topk", "teacher_output_topk": 32},
     "whole": {"tiled": False},
     "warm": {"temperature": 2.0},
-    "learned": {"learn_projection": True},
-    "reverse": {"reverse_kl": True},
+    "learned": {"loss_options": {"learn_projection": True}},
+    "reverse": {"loss_options": {"reverse": True}},
     "confident": {"teacher_weights": "ce"},
     "rollouts": {},
 }

@@ -21,7 +21,6 @@ from pathlib import Path
 from unittest import mock
 
 from isogloss.config import Config
-from isogloss.evaluation.task_options import TaskOptions
 from isogloss.flags.model_names import is_address
 from isogloss.flags.parse import (
     MISSING,
@@ -32,6 +31,7 @@ from isogloss.flags.parse import (
     refusing,
     shared,
 )
+from isogloss.flags.task_options import TaskOptions
 from isogloss.flags.terminal import guard_terminal
 
 NEEDED = "torch", "deepspeed", "transformers", "tokenizers", "datasets", "numba", "safetensors"
@@ -119,7 +119,6 @@ class CacheArgs:
     output: str = flag(MISSING, "directory of the cache. A command that was ended goes on there.")
     teacher_tokenizer: str = shared(Config, "teacher_tokenizer")
     teacher_timeout: float = shared(Config, "teacher_timeout")
-    teacher_connections: int = shared(Config, "teacher_connections")
     eval_data: str = flag("", "further texts, such as held-out ones, named likewise. Empty: none.")
     split: str = flag("train", "split of data.")
     eval_split: str = flag("train", "split of eval_data.")
@@ -128,11 +127,9 @@ class CacheArgs:
     text_key: str = shared(Config, "text_key")
     completion_key: str = shared(Config, "completion_key")
     prompt_key: str = shared(Config, "prompt_key")
-    tools_key: str = shared(Config, "tools_key")
     teacher_prompt_key: str = shared(Config, "teacher_prompt_key")
     template_kwargs: str = shared(Config, "template_kwargs")
     chat_date: str = shared(Config, "chat_date")
-    txt_samples: str = shared(Config, "txt_samples")
     hidden: bool = flag(
         False, "keep final hidden states, from which every loss is exact. Else some tokens, and "
         "all others as one event.")

@@ -9,74 +9,36 @@ from datetime import date
 from pathlib import Path
 from typing import ClassVar
 
-from isogloss.data.mixture import sources_of
+from isogloss.data.mixture import SourceOptions, sources_of
 from isogloss.flags.model_names import without_secrets
+from isogloss.flags.other_names import FOREIGN, MOVED
 from isogloss.flags.parse import (
     DATE,
+    Options,
     check_entry,
     check_flags,
     flag,
     flags_that,
+    keywords_of,
     parse_flags,
     read_entries,
+    read_options,
     refusing,
 )
 from isogloss.flags.plugins import load_plugins
+from isogloss.flags.task_options import TaskOptions
 from isogloss.flags.together import check_idle, check_together, is_set, shown
 from isogloss.flags.yaml_file import parse_json
 from isogloss.loss_bounds import CHOICES, NUMBERS
 
-LOWEST_TEMPERATURE = NUMBERS["temperature"].low
-AUTO_WEIGHT = -1.0  # --matched_weight: as large as the common part of the teacher's vocabulary
+HALF_LIFE = 256  # of --token_weights early, learned tokens.  Not tuned.
+# Options of tasks; the others are flags of the run.
+OF_TASKS = keywords_of(TaskOptions, leave_out=("seed", "trust_remote_code"))
 LEAST_AUTO_MIB, MOST_AUTO_MIB = 512, 4096  # of --loss_memory_mib auto.  Not tuned.
 
 FIRST_COMMAND = ("isogloss-distill --ds_config ds_configs/zero2.json --learning_rate 1e-4 "
                  "--student HuggingFaceTB/SmolLM2-135M --teacher Qwen/Qwen3-0.6B "
                  "--data corpus.jsonl")
-
-# Flags of other trainers (transformers, TRL, NeMo RL), and what does it here.
-FOREIGN = {
-    **dict.fromkeys(("lr", "max_lr"), "--learning_rate"),
-    **dict.fromkeys(("batch_size", "train_batch_size", "global_batch_size",
-                     "train_global_batch_size"), "train_batch_size of the ds_config"),
-    **dict.fromkeys(("per_device_train_batch_size", "micro_batch_size", "train_micro_batch_size"),
-                    "train_micro_batch_size_per_gpu of the ds_config"),
-    **dict.fromkeys(("gradient_accumulation_steps", "grad_accum_steps"),
-                    "gradient_accumulation_steps of the ds_config"),
-    **dict.fromkeys(("bf16", "fp16", "precision", "mixed_precision"),
-                    "bf16 or fp16 of the ds_config"),
-    **dict.fromkeys(("warmup_steps", "warmup_ratio", "lr_scheduler_type"),
-                    "scheduler of the ds_config"),
-    **dict.fromkeys(("weight_decay", "optim", "adam_beta1", "adam_beta2"),
-                    "optimizer of the ds_config"),
-    **dict.fromkeys(("max_grad_norm", "gradient_clipping"), "gradient_clipping of the ds_config"),
-    **dict.fromkeys(("num_train_epochs", "num_epochs", "max_num_epochs"), "--epochs"),
-    **dict.fromkeys(("max_steps", "train_steps", "num_train_steps", "max_num_steps"), "--steps"),
-    **dict.fromkeys(("max_seq_length", "max_seq_len", "max_total_sequence_length"), "--max_length"),
-    **dict.fromkeys(("model", "model_name", "model_name_or_path", "student_model_name_or_path"),
-                    "--student"),
-    **dict.fromkeys(("teacher_model_name_or_path", "teacher_name_or_path"), "--teacher"),
-    **dict.fromkeys(("dataset", "dataset_name", "train_file", "dataset_path"), "--data"),
-    "dataset_text_field": "--text_key", "dataset_num_proc": "--num_workers",
-    "dataloader_num_workers": "--num_workers", "packing": "--pack",
-    "gradient_checkpointing": "--activation_checkpointing", "attn_implementation": "--attention",
-    "use_peft": "--lora_r", **dict.fromkeys(("lora_rank", "model_lora_rank"), "--lora_r"),
-    **dict.fromkeys(("modules_to_save", "train_embeddings"), "--lora_embeddings"),
-    "eval_steps": "--eval_every",
-    "save_steps": "--save_every", "save_total_limit": "--keep_checkpoints",
-    "resume_from_checkpoint": "--resume", "deepspeed": "--ds_config",
-    "report_to": "--wandb_project, or a monitor of the ds_config",
-    "push_to_hub": "python -m isogloss.export RUN --push_to_hub OWNER/NAME",
-    "alpha": "--ce_weight and --kd_weight", "beta": "--jsd_beta", "lmbda": "--on_policy",
-    "vocab_topk": "--projection_topk", "max_new_tokens": "--rollout_tokens",
-    "max_completion_length": "--rollout_tokens", "num_generations": "--rollouts_per_prompt",
-    "use_vllm": "--writer vllm", "tensor_parallel_size": "--teacher_tp",
-    "context_parallel_size": "--sequence_parallel",
-}
-# Flags of earlier versions that left, and the value that is always meant now.
-LEFT = {"alm_mode": "binary_kl", "head_gradient": "micro_batch", "normalize_by_vocab": False,
-        "projection_columns": "all", "ratio": "clamp", "teacher_alpha": 1.0, "token_entropy": 0.5}
-FOREIGN |= {name: f"{value} now, always; leave it out" for name, value in LEFT.items()}
 
 
 def bounds_of(name):
@@ -89,6 +51,12 @@ def loss_table():
     from isogloss.objective.loss_table import LOSSES
 
     return LOSSES
+
+
+def options_of_loss(cfg):
+    """Return the Options of --loss_options."""
+    spec = loss_table()[cfg.loss]
+    return Options(f"--loss {cfg.loss}", spec.options, spec.check_options)
 
 
 @dataclass(kw_only=True)
@@ -128,7 +96,7 @@ class ModelFlags:
     freeze_router: bool = flag(
         False, "do not train what chooses the experts of a mixture, and balance nothing.")
     trust_remote_code: bool = flag(
-        False, "run the Python code that comes with a model, or that a YAML file in eval_task_data "
+        False, "run the Python code that comes with a model, or that a YAML file of a task "
         "names, which can do anything. false refuses what needs it.")
     attention: str = flag(
         "auto", "how student and teachers attend: sdpa, flash_attention_2 (needs a GPU, half "
@@ -161,33 +129,24 @@ class DataFlags:
         "", "hub id (org/name or org/name:config), file, directory (of files, or of "
         "save_to_disk), glob, or the address of a file (https://, hf://). Files end in .txt, "
         ".jsonl, .json, .parquet, .arrow or .csv. All but .parquet and .arrow may be compressed, "
-        "as in .jsonl.gz (.gz, .bz2, .xz, .zst). Or a JSON list of several with weights, see "
-        "docs/data.md.")
+        "as in .jsonl.gz (.gz, .bz2, .xz, .zst). Or a JSON list of entries, see docs/data.md: "
+        "several data sets with weights, or what only an entry says (tools_key, weight_key, "
+        "drop_images, txt_samples).")
     text_key: str = flag(
         "text", 'column that holds the text, or chats, which are lists of {"role", '
         '"content"} (or of ShareGPT\'s {"from", "value"}).')
     completion_key: str = flag(
         "", "column of what follows the prompts of prompt_key, in place of text_key; both hold "
         "texts, or both chats. The prompt is read, only the completion is learned.")
-    tools_key: str = flag(
-        "tools", "column of the tools that the assistant of a chat may call, if there is one, "
-        "which every chat template is shown.")
-    drop_images: bool = flag(
-        False, "learn the text of chats with images or sounds, which are refused otherwise.")
     teacher_prompt_key: str = flag(
         "", "column of what teachers alone read in front of a chat: a text, which is a system "
         "message (a solution, a document, a better prompt), or messages (examples).")
-    weight_key: str = flag(
-        "", "column of a number for each row, 0 or more, of token_weights column.")
     template_kwargs: str = flag(
         "", "what every chat template is told besides, as a JSON object: "
         '{"enable_thinking": false}.')
     chat_date: str = flag(
         "", "date that chat templates are told, as 2026-05-01. Empty: the day on which the run "
         "began, or on which the chats of its --teacher_cache were rendered.", free=True)
-    txt_samples: str = flag(
-        "line", "what a sample of a .txt file is: line, paragraph (between empty lines) or file.",
-        choices=("line", "paragraph", "file"))
     join_rows: int = flag(
         0, "characters that a sample of text has at least: neighboring rows are joined, whole and "
         "with a newline between them, until they have as many. Attention and loss reach across. "
@@ -234,7 +193,7 @@ class LossFlags:
         "piece_kl", "distillation loss, for any two tokenizers. piece_kl is forward_kl; it and "
         "the other divergences (reverse_kl, generalized_jsd, skew_forward_kl, skew_reverse_kl, "
         "adaptive_kl, total_variation) compare what docs/piece_kl.md translates. Beside them: "
-        "projection_kl, gold, h_kl, uld, alm. See docs/losses.md.",
+        "projection_kl, gold, h_kl, uld, hybrid_uld, alm. See docs/losses.md.",
         choices=loss_table, key="loss")
     kd_weight: float = flag(
         1.0, "weight of the distillation loss, >= 0. 0 loads no teacher.", low=0, high=1e6)
@@ -259,42 +218,15 @@ class LossFlags:
     projection: str = flag(
         "", "file of projection_tools.build for projection_kl, gold and h_kl. Empty: it is built "
         "in flight and cached.", key="projection")
-    projection_topk: int = flag(
-        8192, "teacher columns that projection_kl keeps, the most likely ones of the step's "
-        "batch.", low=1, high=2**20, key="projection_topk")
-    reverse_kl: bool = flag(
-        False, "compute KL(student || teacher) in projection_kl, gold and h_kl.", key="reverse_kl")
-    chunk_average: str = flag(
-        "p", "what projection_kl, gold and h_kl take of a chunk's positions: p, the mean of the "
-        "probabilities, or logp, NeMo RL's mean of their logarithms, not normalized and without a "
-        "bucket for what is left (the teacher's alone in projection_kl), which can be below 0.",
-        choices=CHOICES["chunk_average"], key="chunk_average")
-    uncommon_topk: int = flag(
-        8192, "tokens outside the common ones that gold and h_kl compare by rank.",
-        **bounds_of("uncommon_topk"), key="uncommon_topk")
-    matched_weight: float = flag(
-        AUTO_WEIGHT, "of the JSD on common tokens in hybrid_uld, 0 to 1; the sorted rest has what "
-        "is missing to 1. -1 takes the fraction of the teacher's vocabulary that is common.",
-        key="matched_weight")
-    jsd_beta: float = flag(
-        0.5, "of generalized_jsd, from 0 (forward KL) to 1 (reverse KL).", **bounds_of("beta"),
-        key="jsd_beta")
-    skew_lambda: float = flag(
-        0.1, "of skew_forward_kl and skew_reverse_kl, 0 or more and below 1.",
-        **bounds_of("skew"), key="skew_lambda")
-    akl_alpha: float = flag(0.5, "of adaptive_kl, 0 to 1.", **bounds_of("alpha"), key="akl_alpha")
+    loss_options: str = flag(
+        "", 'options of this loss alone, as a JSON object: {"beta": 0.3} of generalized_jsd. '
+        "docs/losses.md lists them, and an unknown one is answered with those that there are. In "
+        "an entry of --teachers that names a loss they are of that loss.",
+        options=options_of_loss, key="loss_options")
     token_weights: str = flag(
-        "", "how much a term weighs by the place where it begins. early: 2^(-t / token_half_life) "
-        "behind t learned tokens. column: what weight_key says of the row. Empty: 1 each.",
-        choices=("", "early", "column"), key="token_weights")
-    token_half_life: float = flag(
-        256.0, "of token_weights early, in learned tokens.", low=0.1, high=1e9,
-        key="token_half_life")
-    learn_projection: bool = flag(
-        False, "train the weights of projection_kl's projection too. They are written to "
-        "output_dir/projection.pt after the last step.")
-    projection_learning_rate: float = flag(
-        0.0, "of a learned projection. 0 means the student's.", low=0, high=1e3)
+        "", "how much a term weighs by the place where it begins. early:N: 2^(-t / N) behind t "
+        "learned tokens; early means early:256. column: what the weight_key of an entry of data "
+        "says of the row. Empty: 1 each.", key="token_weights")
     tiled: bool = flag(
         True, "compute logits and loss tile by tile from hidden states. false computes the logits "
         "of a whole micro-batch.", free=True)
@@ -344,21 +276,11 @@ class OnPolicyFlags:
         "layer by layer for every token, which is slow and takes no memory.", free=True)
     writer: str = flag(
         "student", "what writes with the student's weights. student: it does, in this job. vllm: "
-        "vLLM of this environment, a process on every node.", choices=("student", "vllm"),
-        free=True)
-    rollout_command: str = flag(
-        "", "command of another process that writes, one on every node, as "
+        "vLLM of this environment, a process on every node. Or the command of such a process, as "
         '"/env/bin/python -m isogloss.vllm_writer" for a vLLM of another environment.', free=True)
     staleness: int = flag(
         1, "steps that the weights with which such a process writes may be old, 0 or 1. 1: it "
         "writes for the next step while this one trains.", low=0, high=1)
-    rollout_timeout: float = flag(
-        600.0, "seconds for an answer of that process; then the job ends. 1 to 800. For loading "
-        "it has an hour.", low=1, high=800, free=True)
-    max_logp_gap: float = flag(
-        0.1, "mean difference, in nats, between a token's log-probability when it is written and "
-        "when it is learned with the same weights; a larger one ends the job.",
-        low=0, high=1e6, free=True)
     rollout_log: int = flag(
         1, "rollouts of a step that rollouts.jsonl keeps.", low=0, high=2**20, free=True)
     rollout_eval: int = flag(
@@ -384,8 +306,6 @@ class TeacherFlags:
     teacher_timeout: float = flag(
         600.0, "seconds for a request to a served teacher, all tries together; then the job ends. "
         "1 to 1500.", low=1, high=1500, free=True)
-    teacher_connections: int = flag(
-        8, "requests of a rank that a served teacher has at a time.", low=1, high=1024, free=True)
     teacher_cache: str = flag(
         "", "directory that python -m isogloss.cache has written: what a teacher says of the "
         "texts, in place of a teacher. Its tokenizer is there too, so teacher is not needed; one "
@@ -457,24 +377,11 @@ class TaskFlags:
     eval_task_every: int = flag(
         0, "steps between two of these evaluations. 0 evaluates before the first and after the "
         "last step only.", low=0, high=10**12, free=True)
-    eval_task_data: str = flag(
-        "", "directory of the tasks' files. Empty: they come from the hub.", free=True)
-    eval_task_shots: int = flag(
-        -1, "worked examples in front of each question, not of code. -1: as each task says, of "
-        "gsm8k 5.", low=-1, high=1000, free=True)
-    eval_task_limit: int = flag(
-        0, "items of each task (of mmlu: of each subject), the first ones. 0: all.",
-        low=0, high=10**9, free=True)
-    eval_task_batch: int = flag(
-        16, "items that a rank reads or writes side by side.", low=1, high=2**16, free=True)
-    eval_task_samples: int = flag(
-        1, "programs for each item of humaneval_plus and mbpp_plus, for pass@k.",
-        low=1, high=2**16, free=True)
-    eval_task_temperature: float = flag(
-        0.0, "of these programs, 0 (the most likely token) to 1000.", low=0, high=1e3, free=True)
-    allow_unsafe_code: bool = flag(
-        False, "run the programs that the student writes for humaneval_plus and mbpp_plus without "
-        "a sandbox, where there is none; they can do all that you can.", free=True)
+    eval_task_options: str = flag(
+        "", 'how they are run, as a JSON object: {"shots": 3, "limit": 100}. Its options are flags '
+        "of isogloss-tasks, where --help explains them: data, shots, limit, batch_size, "
+        "max_new_tokens, samples, temperature, allow_unsafe_code.", free=True,
+        options=Options("an evaluation", OF_TASKS, TaskOptions))
 
 
 @dataclass(kw_only=True)
@@ -538,9 +445,6 @@ class RunFlags:
         "", "directory for one .safetensors a micro-batch and rank: ids, chunks, and the loss of "
         "each chunk, to compare another system with. It waits for the device. See "
         "docs/evaluate.md. Empty: none.", free=True)
-    log_comms: bool = flag(
-        False, "time every collective of the engine and of sequence-parallel attention for 100 "
-        "steps, which slows them down, and print a summary.", free=True)
     wandb_project: str = flag(
         "", "log to this Weights & Biases project, as wandb of the ds_config does. Empty: do not.",
         free=True)
@@ -558,6 +462,8 @@ class Config(ModelFlags, DataFlags, LossFlags, OnPolicyFlags,
 
     FOREIGN: ClassVar[dict] = FOREIGN  # see `parse_flags`
     given: ClassVar[frozenset] = frozenset()  # flags of the command line; `parse_flags` sets it
+    source_options: ClassVar[SourceOptions] = SourceOptions()  # `of_source` sets it
+    max_logp_gap: ClassVar[float] = 0.1  # nats, see docs/on_policy.md.  Not tuned.
 
     @classmethod
     def read(cls, words):
@@ -609,24 +515,55 @@ class Config(ModelFlags, DataFlags, LossFlags, OnPolicyFlags,
         if self.quantize and importlib.util.find_spec("bitsandbytes") is None:
             raise ValueError(f"--quantize {self.quantize}: needs bitsandbytes, which is not "
                              "installed; pip install bitsandbytes==0.50.2")
-        if self.matched_weight != AUTO_WEIGHT and not 0 <= self.matched_weight <= 1:
-            raise ValueError(f"--matched_weight {self.matched_weight}: expected 0 to 1, or "
-                             f"{AUTO_WEIGHT:g} for the common fraction of the teacher's vocabulary")
-        if self.skew_lambda == NUMBERS["skew"].high:
-            raise ValueError("--skew_lambda 1.0: compares the teacher with itself; expected less "
-                             "than 1")
+        self._check_token_weights()
         if self.resume not in ("auto", "never") and not Path(self.resume).is_dir():
             raise ValueError(f"--resume={self.resume}: expected auto, never or the directory of a "
                              "checkpoint")
 
-    def of_source(self, flags):
-        """Return the Config of a run on one source of a mixture, with its {flag: value}."""
+    def _check_token_weights(self):
+        kind, _, number = self.token_weights.partition(":")
+        if self.token_weights in ("", "column", "early"):
+            return
+        try:
+            half_life = float(number)
+        except ValueError:
+            half_life = 0.0
+        if kind != "early" or not 0.1 <= half_life <= 1e9:
+            raise ValueError(f"--token_weights {self.token_weights}: expected early, early:N (the "
+                             "learned tokens after which a weight is half as large, 0.1 to 1e9) or "
+                             "column")
+        # one name, so that a run has one identity
+        self.token_weights = "early" if half_life == HALF_LIFE else f"early:{half_life:.15g}"
+
+    def of_source(self, flags, options):
+        """Return the Config of a run on one source of a mixture.
+
+        Args:
+            flags: {flag: value}; options: SourceOptions.
+        """
         source = copy.copy(self)
         vars(source).update(flags)
+        source.source_options = options
         check_flags(source)
         check_together(source)
         source._check_held_out()
+        for name in ("join_rows", "on_policy"):
+            if options.weight_key and is_set(source, name):
+                raise ValueError(f"--data: weight_key {options.weight_key} with "
+                                 f"{shown(source, name)}: weighs one row of the data; leave out "
+                                 "one of them")
         return source
+
+    @property
+    def has_weights(self):
+        """Whether the data say what a row weighs."""
+        return any(source.cfg.source_options.weight_key for source in sources_of(self))
+
+    @property
+    def token_half_life(self):
+        """Half-life of --token_weights early, in learned tokens; 0: they are others."""
+        kind, _, number = self.token_weights.partition(":")
+        return float(number or HALF_LIFE) if kind == "early" else 0.0
 
     @property
     def holds_out(self):
@@ -653,13 +590,15 @@ class Config(ModelFlags, DataFlags, LossFlags, OnPolicyFlags,
             raise ValueError("--dynamic_scale: needs both losses, because it scales distillation "
                              "by cross-entropy; raise --kd_weight and --ce_weight above 0, or "
                              "leave it out")
-        if self.learn_projection and (self.loss != "projection_kl" or not self.kd_weight):
-            raise ValueError(f"--learn_projection: only --loss projection_kl trains one, this is "
-                             f"{self.loss} with --kd_weight {self.kd_weight}; leave it out or "
-                             "change the loss")
-        keys = [source.cfg.weight_key for source in sources_of(self)]
-        if self.token_weights == "column" and not any(keys):
-            raise ValueError("--token_weights column: of which column? name it with --weight_key")
+        if self.projection_learning_rate and not self.learn_projection:
+            raise ValueError("--loss_options: projection_learning_rate: is for learn_projection; "
+                             "add it")
+        if self.learn_projection and not self.kd_weight:
+            raise ValueError("--loss_options: learn_projection with --kd_weight 0: nothing would "
+                             "train it; leave it out")
+        if self.token_weights == "column" and not self.has_weights:
+            raise ValueError("--token_weights column: of which column? name it as weight_key of an "
+                             f"entry of data: {MOVED['weight_key'][1]}")
 
     def _check_held_out(self):
         if self.streaming and (self.eval_data or self.eval_split) and not self.eval_rows:
@@ -667,6 +606,8 @@ class Config(ModelFlags, DataFlags, LossFlags, OnPolicyFlags,
                              "end; say by --eval_rows how many rows of it are used")
 
     def _check_on_policy(self):
+        if not self.writer.strip():
+            raise ValueError("--writer: is empty; expected student, vllm or a command")
         if not 0 < self.rollout_top_p <= 1:
             raise ValueError(f"--rollout_top_p {self.rollout_top_p}: expected more than 0, at most "
                              "1")
@@ -695,7 +636,22 @@ class Config(ModelFlags, DataFlags, LossFlags, OnPolicyFlags,
         """Command of the process that writes; empty: the student itself does."""
         if self.writer == "vllm":
             return shlex.join([sys.executable, "-m", "isogloss.vllm_writer"])
-        return self.rollout_command
+        return "" if self.writer == "student" else self.writer
+
+    @property
+    def options_of_loss(self):
+        """{option: value} of --loss_options, with those that it does not name."""
+        return read_options(self, "loss_options")
+
+    @property
+    def learn_projection(self):
+        """Whether the projection of the loss is trained too."""
+        return self.options_of_loss.get("learn_projection", False)
+
+    @property
+    def projection_learning_rate(self):
+        """Learning rate of a learned projection; 0: the student's."""
+        return self.options_of_loss.get("projection_learning_rate", 0.0)
 
     @property
     def averages_teachers(self):
@@ -845,9 +801,9 @@ def configs_by_teacher(cfg):
     if not cfg.teachers:
         return {cfg.teacher or Path(cfg.teacher_cache).name: cfg}
     entries = teacher_entries(cfg)
-    if cfg.teacher or cfg.teacher_cache or cfg.teacher_tokenizer or cfg.learn_projection:
-        raise ValueError("--teachers: cannot be combined with --teacher, --teacher_cache, "
-                         "--teacher_tokenizer or --learn_projection; drop one")
+    if cfg.teacher or cfg.teacher_cache or cfg.teacher_tokenizer:
+        raise ValueError("--teachers: cannot be combined with --teacher, --teacher_cache or "
+                         "--teacher_tokenizer; drop one")
     if cfg.has_routes and cfg.teacher_weights != "fixed":
         raise ValueError(f"--route_key with --teacher_weights {cfg.teacher_weights}: both choose "
                          "among teachers; drop one")
@@ -855,14 +811,21 @@ def configs_by_teacher(cfg):
     configs = {}
     for entry in entries:
         name = teacher_name(entry)
+        for key in MOVED.keys() & entry:
+            raise ValueError(f"--teachers: unknown key {key!r}; it is {MOVED[key][1]}")
         check_entry("teachers", entry, name, ("name", "weight", "routes", *keys), configs)
         _check_teacher(cfg, entry, name)
         flags = {keys[key]: value for key, value in entry.items() if key in keys}
         if entry.get("model") not in ("self", cfg.student):  # the flag is of those that are
             flags.setdefault("teacher_ema", 1.0)
+        if flags.get("loss", cfg.loss) != cfg.loss:  # the options are of the run's loss
+            flags.setdefault("loss_options", "")
         # replace() runs the checks of Config again, with this teacher's values
         weight = cfg.kd_weight * entry.get("weight", 1.0)
         configs[name] = replace(cfg, teachers="", route_key="", kd_weight=weight, **flags)
+        if configs[name].learn_projection:
+            raise ValueError(f"--teachers: learn_projection of {name}: is for the only teacher of "
+                             "a run; leave it out")
     if cfg.teacher_ema < 1 and all(each.teacher_ema == 1 for each in configs.values()):
         raise ValueError(f"--teacher_ema {cfg.teacher_ema}: follows the student, and no teacher of "
                          '--teachers does; add {"model": "self"}, or leave it out')
@@ -885,8 +848,7 @@ def check_teacher_flags(cfg):
     from isogloss.objective.loss_table import flags_of_teacher  # late, like the table
 
     others = "model", "loss", "tokenizer", "cache", "max_length", "ema", "compile", "token_weights"
-    checked = {"weight_key"}
-    checked |= {flag for flag, key in flags_that(Config, "key").items() if key not in others}
+    checked = {flag for flag, key in flags_that(Config, "key").items() if key not in others}
     keys = teacher_keys()
     configs = configs_by_teacher(cfg)
     entries = teacher_entries(cfg) if cfg.teachers else [{}]
@@ -894,18 +856,23 @@ def check_teacher_flags(cfg):
     read = set()
     for (name, teacher_cfg), entry in zip(configs.items(), entries):
         flags = flags_of_teacher(teacher_cfg)
-        read |= flags
+        has_others = "loss_options" in entry or teacher_cfg.loss != cfg.loss
+        read |= flags - {"loss_options"} if has_others else flags
         for key in filter(keys.get, entry):
             value = getattr(teacher_cfg, keys[key])
             if keys[key] in checked - flags:
                 raise ValueError(f"--teachers: {key} {value} of {name}: nothing reads it there, "
                                  f"where the loss is {teacher_cfg.loss}; leave it out")
-            of_loss = {"loss", "token_weights", *loss_table()[first.loss].flags}
+            of_loss = {"loss", "loss_options", "token_weights", *loss_table()[first.loss].flags}
             if cfg.averages_teachers and key in of_loss and value != getattr(first, key):
                 raise ValueError(f"--teachers: {key} {value} of {name}: --teacher_weights "
                                  f"{cfg.teacher_weights} has one loss, the first teacher's; leave "
                                  "it out")
     losses = ", ".join(dict.fromkeys(teacher_cfg.loss for teacher_cfg in configs.values()))
+    is_weighed = any(of.token_weights == "column" for of in configs.values())
+    if cfg.has_weights and not is_weighed:
+        raise ValueError("--data: weight_key: no teacher of this run weighs rows; add "
+                         "--token_weights column, or leave it out")
     for name in sorted(checked - read):
         if is_set(cfg, name):
             raise ValueError(f"{shown(cfg, name)}: no teacher of this run reads it, nor does its "

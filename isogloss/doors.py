@@ -90,7 +90,7 @@ DOORS: dict[str, Door] = {
                      ("teachers.ensemble",)),
     # the student writes
     "tasks": Door("--eval_tasks", "Benchmarks in between, code in a sandbox.",
-                  ("evaluation.task_suite", "evaluation.task_model", "evaluation.task_options",
+                  ("evaluation.task_suite", "evaluation.task_model",
                    "evaluation.task_passes", "evaluation.harness",
                    "evaluation.code_tasks", "evaluation.sandbox", "tasks"),
                   lambda cfg: cfg.eval_tasks, prepares="evaluation.task_suite"),

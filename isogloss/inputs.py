@@ -469,13 +469,14 @@ def load_source(source, student, encoders):
 def open_rows(cfg, source, split, encoders):
     """Return (data set, ExampleReader); chats have to be what every model's template renders."""
     text_key = cfg.completion_key or cfg.text_key
-    flags = "route_key", "weight_key"
-    plain_keys = {getattr(cfg, flag): flag for flag in flags if getattr(cfg, flag)}
+    options = cfg.source_options
+    plain_keys = {cfg.route_key: "--route_key", options.weight_key: "--data: weight_key"}
+    plain_keys.pop("", None)
     dataset = open_data.load_dataset(source, text_key, split, cfg.streaming, plain_keys=plain_keys,
                                      json_keys=(cfg.prompt_key,) if cfg.prompt_key else (),
-                                     optional_keys=tuple(filter(None, [cfg.tools_key,
+                                     optional_keys=tuple(filter(None, [options.tools_key,
                                                                        cfg.teacher_prompt_key])),
-                                     txt_samples=cfg.txt_samples)
+                                     txt_samples=options.txt_samples)
     columns = open_data.column_names(dataset)
     labels = ()
     if cfg.route_key:
@@ -487,11 +488,11 @@ def open_rows(cfg, source, split, encoders):
         name = getattr(cfg, flag)
         if name and name not in columns:
             raise DataError(f"--{flag} {name}: no such column; it has {', '.join(columns)}")
-    tools_key = cfg.tools_key if cfg.tools_key in columns else ""
+    tools_key = options.tools_key if options.tools_key in columns else ""
     reader = order.ExampleReader(
         text_key, cfg.route_key, source, cfg.prompt_key, bool(cfg.completion_key), tools_key,
         open_data.filled_columns(dataset), cfg.join_rows, open_data.holds_chats(dataset, text_key),
-        cfg.teacher_prompt_key, cfg.drop_images, cfg.weight_key, labels=labels)
+        cfg.teacher_prompt_key, options.drop_images, options.weight_key, labels=labels)
     if cfg.join_rows and reader.has_chats:
         raise ValueError(f"--join_rows {cfg.join_rows}: joins texts, and {text_key!r} of {source} "
                          "holds chats; leave it out")
@@ -700,7 +701,7 @@ def build_collator(cfg, inputs, device, tile_mib=None):
         pairs.append(PairOptions(setup.encoder, setup.loss.spelling, routes.get(setup.name),
                                  same_tokenizer, setup.spec.reads_keys,
                                  None if is_cpu else setup.loss.live_copies,
-                                 setup.cfg.token_weights, setup.cfg.token_half_life))
+                                 setup.cfg.token_half_life, setup.cfg.token_weights == "column"))
     return Collator(
         inputs.student, pairs, cfg.train_on, cfg.aligner, cfg.pack, tile_mib,
         sub_tiles=CPU_SUB_TILES if is_cpu else GPU_SUB_TILES,

@@ -82,8 +82,12 @@ class TeacherSetup:
     @property
     def keeps_columns(self):
         """Tell whether the loss compares the most important teacher columns only."""
-        num = len(self.encoder.table)
-        return LOSSES[self.cfg.loss].columns and num > self.cfg.projection_topk
+        return LOSSES[self.cfg.loss].columns and len(self.encoder.table) > self.num_columns
+
+    @property
+    def num_columns(self):
+        """How many teacher columns such a loss compares."""
+        return self.cfg.options_of_loss["projection_topk"]
 
 
 def without_gradient(student, batch, function):
@@ -182,7 +186,7 @@ def kept_columns(setup, parts, group=None):
             block = teacher_importance(rows[None])
             importance = torch.maximum(importance, block)
     dist.all_reduce(importance, op=dist.ReduceOp.MAX, group=group)
-    return importance.topk(setup.cfg.projection_topk).indices.sort().values
+    return importance.topk(setup.num_columns).indices.sort().values
 
 
 @torch.no_grad()

@@ -1,7 +1,7 @@
 """Write with vLLM for distill.py: a process with an interpreter and packages of its own.
 
     deepspeed distill.py ... --writer vllm
-    deepspeed distill.py ... --rollout_command "/env/bin/python -m isogloss.vllm_writer"
+    deepspeed distill.py ... --writer "/env/bin/python -m isogloss.vllm_writer"
 
 The first takes the vLLM of this environment.  /env of the second holds vLLM and this project
 without its requirements (`/env/bin/pip install --no-deps .`, or the checkout as the folder in which

@@ -31,10 +31,10 @@ WEIGHED = [{"model": "teacher", "loss": "alm"}, {"model": "untied", "loss": "for
 ENSEMBLE = [{"model": "untied", "weight": 2.0, "loss": "reverse_kl"},
             {"model": "student", "name": "b"}]
 EVAL = {"eval_rows": 6, "eval_every": 2}
-PROJECTION = {"loss": "projection_kl", "projection_topk": 100}
+PROJECTION = {"loss": "projection_kl", "loss_options": {"projection_topk": 100}}
 TOP_K = {"teacher_output": "topk", "teacher_output_topk": 40}
 SAVING = {"activation_checkpointing": True, "activation_offload": True, "mlp_tiles": 2}
-LEARNED = {"learn_projection": True, "projection_learning_rate": 1e-2}
+LEARNED = {"projection_topk": 100, "learn_projection": True, "projection_learning_rate": 1e-2}
 
 RUNS = {  # name: (ranks, ZeRO stage, micro-batch size, accumulation steps, flags)
     "zero0": (2, 0, 2, 2, EVAL),
@@ -53,14 +53,14 @@ RUNS = {  # name: (ranks, ZeRO stage, micro-batch size, accumulation steps, flag
     "weighed": (1, 2, 4, 1, {"teachers": WEIGHED, "teacher_weights": "ce", "pack": True}),
     "ensemble": (1, 1, 4, 1, {"teachers": ENSEMBLE, "teacher_weights": "mean_p", "eval_rows": 6}),
     "chats": (2, 2, 2, 2, EVAL | {"text_key": "chat"}),
-    "learned": (2, 3, 2, 1, PROJECTION | LEARNED | {"eval_rows": 6}),
+    "learned": (2, 3, 2, 1, PROJECTION | {"loss_options": LEARNED, "eval_rows": 6}),
     "topk": (2, 2, 2, 1, TOP_K | {"eval_rows": 6}),
     "topk_remote": (2, 2, 2, 1, TOP_K | {"teacher_ranks": 1}),
     "dynamic": (1, 2, 2, 2, {"dynamic_scale": True, "loss": "alm"}),
     "text": (2, 1, 2, 2, EVAL | {"kd_weight": 0}),
     "streamed": (1, 0, 2, 2, {"streaming": True}),
-    "jsd": (1, 2, 4, 1, {"teacher": "untied", "loss": "generalized_jsd", "jsd_beta": 0.3,
-                         "loss_topk": 20}),
+    "jsd": (1, 2, 4, 1, {"teacher": "untied", "loss": "generalized_jsd", "loss_topk": 20,
+                         "loss_options": {"beta": 0.3}}),
 }
 
 
@@ -96,6 +96,7 @@ def command_line(folder, name):
         flags["teachers"] = json.dumps(teachers)
     elif flags.get("kd_weight", 1):
         flags["teacher"] = folder / flags.get("teacher", "teacher")
+    flags |= {key: json.dumps(value) for key, value in flags.items() if isinstance(value, dict)}
     return [f"--{key}={value}" for key, value in flags.items()]
 
 

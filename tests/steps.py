@@ -79,7 +79,8 @@ def several_teachers(models, untied, sharded=True):
         {"name": "pieces", "model": str(models[1]), "tp": 2, "weight": 2.0, "max_length": 150},
         {"name": "equal", "model": str(untied), "loss": "forward_kl", "weight": 0.5,
          "temperature": 2.0},
-        {"name": "projected", "model": str(models[1]), "loss": "projection_kl", "engine": "zero3"},
+        {"name": "projected", "model": str(models[1]), "loss": "projection_kl",
+         "loss_options": FEW_COLUMNS, "engine": "zero3"},
         {"name": "gold", "model": str(models[1]), "loss": "gold", "tp": 4,
          "teacher_output": "logits"},
     ]
@@ -89,12 +90,15 @@ def several_teachers(models, untied, sharded=True):
     return entries
 
 
+FEW_COLUMNS = {"projection_topk": 100}
+
+
 def flags_of(loss):
     if loss == AS_FLAGS_SAY.loss:
         return {}
     if loss == "cross_entropy":
         return {"loss": "piece_kl", "kd_weight": 0.0}
-    return {"loss": loss}
+    return {"loss": loss, "loss_options": FEW_COLUMNS if loss == "projection_kl" else ""}
 
 
 def packed_and_not(losses):
@@ -315,7 +319,7 @@ def plain_kd(setup, teacher, student_logits_BSV, teacher_logits_BTW, weight_B):
     teacher_logits_NW = teacher_logits_BTW.flatten(0, 1)[sub_tile.teacher_positions]
     if setup.keeps_columns:
         importance_W = teacher_importance(teacher_logits_BTW, teacher.teacher_chunk)
-        kept_K = importance_W.topk(setup.cfg.projection_topk).indices.sort().values
+        kept_K = importance_W.topk(setup.num_columns).indices.sort().values
         loss_fn = setup.loss.for_columns(kept_K)
         teacher_logits_NW = teacher_logits_NW[:, kept_K]
     student_logits_NV = student_logits_BSV.flatten(0, 1)[tile.student_positions]
@@ -367,5 +371,5 @@ def flags_for(models, texts, folder, **changes):
     """Return flags of a run; both losses weigh less than 1, as a forgotten weight would be."""
     flags = dict(
         student=str(models[0]), teacher=str(models[1]), data=write_corpus(folder, texts, 20),
-        max_length=250, kd_weight=0.7, ce_weight=0.3, projection_topk=100, output_dir=str(folder))
+        max_length=250, kd_weight=0.7, ce_weight=0.3, output_dir=str(folder))
     return flags | changes

@@ -211,8 +211,8 @@ def test_images_are_refused_or_dropped():
     image = {"type": "image_url", "image_url": {"url": "b"}}
     row = {"chat": [dict(USER, content=[text_part("a"), image, text_part("b")]), ANSWER],
            "prompt": [dict(USER, content=[image])]}
-    said = ("'image_url', and models read text alone; --drop_images learns the text beside it; "
-            "repair or remove it")
+    said = ("'image_url', and models read text alone; drop_images of an entry of --data learns the "
+            "text beside it; repair or remove it")
     for keys in ({}, {"prompt_key": "prompt"}, {"teacher_prompt_key": "prompt"}):
         with pytest.raises(DataError, match=re.escape(said)):
             ExampleReader("chat", **keys)(row)

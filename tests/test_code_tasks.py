@@ -11,8 +11,8 @@ from conftest import asset
 from hub_copies import copy_humaneval, needs_lm_eval, write_copy
 from isogloss.evaluation import code_tasks, sandbox
 from isogloss.evaluation.harness import load_harness_task
-from isogloss.evaluation.task_options import TaskOptions
 from isogloss.evaluation.task_suite import load_suite
+from isogloss.flags.task_options import TaskOptions
 from test_sandbox import needs_sandbox
 from test_tasks import loaded
 
@@ -141,7 +141,7 @@ def test_without_a_sandbox_code_tasks_are_refused(items, monkeypatch):
     monkeypatch.setattr(sandbox, "why_unavailable", lambda: "no sandbox: apt install bubblewrap")
     options = TaskOptions(data=str(items[0]), limit=1)
     with pytest.raises(ValueError, match=r"humaneval_plus runs what the model writes: no sandbox: "
-                       r"apt install bubblewrap; .* --allow_unsafe_code"):
+                       r"apt install bubblewrap; .* with allow_unsafe_code"):
         load_harness_task("humaneval_plus", options)
     unsafe = TaskOptions(data=str(items[0]), limit=1, allow_unsafe_code=True)
     judge = load_harness_task("humaneval_plus", unsafe).judge

@@ -36,7 +36,7 @@ from recipes.tiny import prepare
 from text_servers import StandIn
 
 # What the other indented blocks begin with.
-NO_COMMANDS = "@software", "data:", "loss = ", "rho_t = ", "--rollout_command ", "true "
+NO_COMMANDS = "@software", "data:", "loss = ", "rho_t = ", "--writer ", "true "
 # What a rank of the tests has in its environment, and a program that a user starts has not.
 OF_RANKS = "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_SIZE", "MASTER_ADDR", "MASTER_PORT"
 # Pages whose programs run in processes of their own; the others share those of warm ranks.
@@ -52,8 +52,7 @@ NOT_RUN = {
     "isogloss": "needs an installation; test_install.py",
     "vllm serve": "needs vLLM; test_vllm.py",
     "transformers serve": "needs transformers[serving], as vLLM does; test_vllm.py",
-    "deepspeed distill.py ... --rollout_command": "needs vLLM; test_vllm.py",
-    "deepspeed distill.py ... --writer vllm": "needs vLLM; test_vllm.py",
+    "deepspeed distill.py ... --writer": "needs vLLM; test_vllm.py",
     "deepspeed --hostfile": "needs several nodes; test_two_nodes.py",
     "sbatch": "needs several nodes; test_two_nodes.py",
 }
@@ -65,7 +64,6 @@ FIRST_STEPS = 4  # for 2,000 of the first command, which saves four times
 REPLACED = {
     "--data ...": "--data corpus.jsonl",
     "... --writer": "... --on_policy 0.5 --rollout_tokens 8 --writer",
-    "... --rollout_command": "... --on_policy 0.5 --rollout_tokens 8 --rollout_command",
     "distill.py ...": "distill.py --student S --teacher T --data corpus.jsonl --learning_rate 1e-4",
     "pipeline.json ...": "pipeline.json --student S --teacher T --data corpus.jsonl "
                          "--learning_rate 1e-4",
@@ -137,7 +135,7 @@ def words_of(command, address="http://host:8000"):
     if command.page in FRESH and words[0] == "python":
         words[0] = sys.executable
     if has_tasks(command):
-        words.append("--eval_task_limit=1" if "distill.py" in words else "--limit=1")
+        words.append('--eval_task_options={"limit": 1}' if "distill.py" in words else "--limit=1")
     if "distill.py" in words:
         words += short_flags(words, FIRST_STEPS if command == FIRST else 2)
     return words

@@ -9,8 +9,10 @@ import pytest
 import torch
 
 from cases import close, gradient
+from conftest import ROOT
 from isogloss import losses
 from isogloss.config import (
+    OF_TASKS,
     Config,
     configs_by_teacher,
     loss_flags,
@@ -26,6 +28,8 @@ from isogloss.tile_plan import SubTile
 from tokens import pair_of
 
 GOOD = dict(student="s", teacher="t", data="d")
+WEIGHED = '[{"data": "d", "weight_key": "w"}]'
+JSD = {"loss": "generalized_jsd", "loss_options": {"beta": 0.3}}
 NAMES = [entry.name for entry in fields(Config)]
 
 
@@ -104,6 +108,61 @@ def test_each_teacher_has_flags_and_routes_of_its_own():
     assert routes_by_teacher(Config(**GOOD)) == {}
 
 
+def test_options_go_with_the_loss_that_they_are_of():
+    cfg = several({"model": "A"}, {"model": "B", "loss": "alm"},
+                  {"model": "C", "loss_options": {"beta": 0.9}},
+                  {"model": "D", "loss": "skew_forward_kl", "loss_options": {"skew": 0.2}}, **JSD)
+    assert [of.options_of_loss for of in configs_by_teacher(cfg).values()] == [
+        {"beta": 0.3}, {}, {"beta": 0.9}, {"skew": 0.2}]
+    cfg.check_run()
+    unread = several({"model": "A", "loss": "alm"}, {"model": "B", "loss_options": {"beta": 0.9}},
+                     **JSD)
+    with pytest.raises(ValueError, match=r"^--loss_options .* no teacher of this run reads it"):
+        unread.check_run()
+    learned = {"model": "A", "loss": "projection_kl", "loss_options": {"learn_projection": True}}
+    with pytest.raises(ValueError, match="learn_projection of A: is for the only teacher"):
+        several(learned)
+    with pytest.raises(ValueError, match=re.escape("'jsd_beta'; it is --loss_options")):
+        several({"model": "A", "jsd_beta": 0.3})
+
+
+def test_falling_weights_have_one_name_and_a_half_life():
+    lives = {"": 0, "column": 0, "early": 256, "early:256": 256, "early:9.50": 9.5,
+             "early:1e9": 1e9}
+    for weights, half_life in lives.items():
+        cfg = Config(**GOOD | {"token_weights": weights, "data": WEIGHED})
+        assert cfg.token_half_life == half_life
+        assert Config(**GOOD | {"token_weights": cfg.token_weights, "data": WEIGHED}) == cfg
+    assert Config(**GOOD, token_weights="early:256.0") == Config(**GOOD, token_weights="early")
+
+
+def test_there_are_at_most_105_flags():
+    assert len(NAMES) <= 105
+
+
+def test_the_help_of_tasks_names_their_options():
+    about = Config.__dataclass_fields__["eval_task_options"].metadata["about"]
+    assert f"{', '.join(OF_TASKS)}." in about
+    for options, message in (
+        ({"shots": -2}, "--eval_task_options: shots -2: expected -1 or more"),
+        ({"samples": 4}, "samples is 4 at temperature 0, where all samples are equal"),
+        ({"seed": 4}, "unknown option 'seed'; an evaluation has data, shots"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            Config(**GOOD, eval_tasks="gsm8k", eval_task_options=options)
+
+
+def test_the_page_of_losses_has_every_option():
+    page = (ROOT / "docs" / "losses.md").read_text()
+    section = page.split("## Options of a loss")[1]
+    rows = dict(re.findall(r"^\| `(\w+)` \| (`.*?) \|", section, re.M))
+    of_losses = {}
+    for name, spec in LOSSES.items():
+        for option in spec.options:
+            of_losses.setdefault(option, set()).add(name)
+    assert {option: set(re.findall(r"\w+", losses)) for option, losses in rows.items()} == of_losses
+
+
 WRONG = {
     "no list": ('{"model": "A"}', "expected a list of objects"),
     "no JSON": ('[{"model": "A"]', r"not valid JSON \(line 1, column 15\); expected a list such"),
@@ -135,8 +194,18 @@ def test_wrong_teachers_are_refused(case):
 @pytest.mark.parametrize(("flags", "message"), [
     ({"teacher": ""}, "--teacher is missing: give a hub id or a local path"),
     ({"template_kwargs": "[1]"}, "expected a JSON object"),
-    *[({"loss": "hybrid_uld", "matched_weight": weight},
-       f"--matched_weight {weight}: expected 0 to 1, or -1") for weight in (-0.5, 1.5)],
+    *[({"loss": "hybrid_uld", "loss_options": {"matched_weight": weight}},
+       f"--loss_options: matched_weight={weight}: expected a number, 0 or more and at most 1")
+      for weight in (-0.5, 1.5)],
+    *[({"token_weights": weights}, f"--token_weights {weights}: expected early, early:N")
+      for weights in ("late", "early:", "early:0", "early:nan", "early:x", "column:w")],
+    ({"data": '[{"data": "d", "weight_key": 3}]'}, "--data: weight_key=3: expected str, got int"),
+    ({"data": WEIGHED, "join_rows": 9}, "--data: weight_key w with --join_rows 9: weighs one row"),
+    ({"loss_options": "[1]"}, r"--loss_options \[1\]: expected a JSON object"),
+    ({"loss_options": "beta"}, "--loss_options: not valid JSON"),
+    ({"loss_options": {"beta": 1}}, "unknown option 'beta'; --loss piece_kl takes none"),
+    (JSD | {"loss_options": '{"beta": NaN}'}, "beta=nan: expected a number"),
+    (JSD | {"loss_options": '{"beta": true}'}, "beta=True: expected float, got bool"),
 ])
 def test_wrong_values_are_refused(flags, message):
     with pytest.raises(ValueError, match=message):
@@ -147,27 +216,25 @@ def test_wrong_values_are_refused(flags, message):
 IDLE = [  # flags that would do nothing, words of the line
     ({"loss": "alm", "loss_topk": 5}, "--loss_topk 5: no teacher of this run reads it, nor does"),
     ({"loss_topk_of": "student"}, "--loss_topk_of student: no teacher of this run reads it"),
-    ({"jsd_beta": 0.3}, "--jsd_beta 0.3: no teacher of this run reads it"),
     ({"projection": "x"}, "--projection x: no teacher of this run reads it"),
-    ({"token_half_life": 9.5}, "--token_half_life 9.5: no teacher of this run reads it"),
-    ({"token_weights": "early", "weight_key": "w"}, "--weight_key w: no teacher of this run"),
+    ({"token_weights": "early", "data": WEIGHED}, "--data: weight_key: no teacher of this run"),
     ({"teacher_output_topk": 5}, "--teacher_output_topk 5: no teacher of this run reads it"),
     ({"teacher_cache": "c", "teacher_output": "topk"}, "--teacher_output topk: no teacher of"),
     ({"teacher_cache": "c", "teacher_tp": 2}, "--teacher_tp 2: no teacher of this run reads it"),
     ({"rollout_every": 2}, "--rollout_every 2: is for what the student writes; add --on_policy"),
     ({"rollout_tokens": 9}, "--rollout_tokens 9: is for what the student writes"),
     ({"on_policy": 0.5, "max_ratio": 2.0}, "each step has its own; add --rollout_every"),
-    ({"eval_task_limit": 5}, "--eval_task_limit 5: is for --eval_tasks, which names none"),
+    ({"eval_task_options": {"limit": 5}},
+     '--eval_task_options {"limit": 5}: is for --eval_tasks, which names none'),
     ({"eval_every": 5}, "--eval_every 5: is for held-out rows, and there are none"),
     ({"eval_samples": 5}, "--eval_samples 5: is for held-out rows, and there are none"),
     ({"eval_draft": True}, "--eval_draft: is for held-out rows, and there are none"),
-    ({"projection_learning_rate": 1.0}, "is for --learn_projection; add it"),
     ({"teacher_weights": "ce"}, "--teacher_weights ce: is for several teachers"),
     ({"route_key": "x"}, "--route_key x: chooses among teachers; list them with --teachers"),
     ({"teacher": "self", "dynamic_scale": True}, "a teacher that begins as the student has a loss"),
 ]
 SEVERAL_IDLE = [  # --teachers, --teacher_weights, words of the line
-    ([{"model": "A", "loss": "alm", "jsd_beta": 0.3}], "fixed", "jsd_beta 0.3 of A: nothing reads"),
+    ([{"model": "A", "loss": "alm", "loss_topk": 3}], "fixed", "loss_topk 3 of A: nothing reads"),
     ([{"cache": "A", "tp": 2}, {"model": "B"}], "fixed", "tp 2 of A: nothing reads it there"),
     ([{"model": "A"}, {"model": "B", "loss": "alm"}], "mean_p", "loss alm of B: --teacher_weights"),
     ([{"model": "A"}, {"model": "B", "temperature": 2.0}], "mean_p", "has one loss, the"),
@@ -191,19 +258,19 @@ SOURCES = json.dumps([{"data": "a", "eval_rows": 3, "weight_key": "w", "route_ke
 
 
 @pytest.mark.parametrize("flags", [
-    {"kd_weight": 0.0, "jsd_beta": 0.3, "teacher_output_topk": 5},  # a run to compare with
-    {"loss": "alm", "teachers": [{"model": "A"}, {"model": "B", "loss": "generalized_jsd"}],
-     "jsd_beta": 0.3, "teacher_weights": "ce"},
+    # a run to compare with
+    {"kd_weight": 0.0, **JSD, "teacher_output_topk": 5},
+    JSD | {"teachers": [{"model": "A"}, {"model": "B", "loss": "alm"}], "teacher_weights": "ce"},
     {"teachers": [{"model": "A"}, {"cache": "B"}], "teacher_tp": 2, "teacher_output": "topk"},
     {"teachers": [{"model": "A", "loss_topk": 5}, {"model": "B"}], "loss_topk_of": "student"},
-    {"teachers": [{"model": "A", "token_weights": "column"}, {"model": "B"}], "weight_key": "w"},
+    {"teachers": [{"model": "A", "token_weights": "column"}, {"model": "B"}], "data": WEIGHED},
     {"teachers": [{"model": "A", "routes": ["x"]}, {"model": "B"}], "data": SOURCES,
      "token_weights": "column", "eval_samples": 2, "eval_every": 5},
     {"teachers": [{"model": "A", "loss": "alm"}, {"model": "B", "loss": "alm"}],
      "teacher_weights": "mean_p"},
     {"eval_samples": 2, "eval_rows": 3, "rollout_tokens": 9},
     {"teacher": "http://a:1", "teacher_tokenizer": "t", "teacher_output_topk": 5},
-    {"on_policy": 0.5, "rollout_command": "x", "max_ratio": 2.0},
+    {"on_policy": 0.5, "writer": "x", "max_ratio": 2.0},
     {"teacher": "self", "dynamic_scale": True, "teacher_prompt_key": "hint"},
 ])
 def test_flags_that_something_reads_are_taken(flags):
@@ -215,8 +282,8 @@ def test_flags_that_something_reads_are_taken(flags):
 
 def test_a_command_line_is_checked_as_a_whole(tmp_path):
     words = [f"--{name}={value}" for name, value in GOOD.items()]
-    with pytest.raises(ValueError, match=r"^--jsd_beta 0.3: no teacher of this run reads it"):
-        parse_flags(Config, [*words, "--jsd_beta=0.3"])
+    with pytest.raises(ValueError, match=r"^--loss_topk_of student: no teacher of this run reads"):
+        parse_flags(Config, [*words, "--loss_topk_of=student"])
     path = tmp_path / "f.yaml"
     path.write_text("rollout_every: 3\neval_every: 9")
     # what the file says goes with what the command line switches off
@@ -248,7 +315,7 @@ def test_hybrid_uld_of_a_run_is_the_function(encoders, matched_weight):
     sizes = [len(side.table) for side in encoders]
     sub_tile = sub_tile_of(sizes)
     more = {} if matched_weight is None else {"matched_weight": matched_weight}
-    loss = build_loss(Config(**HYBRID, **more), *encoders, "cpu")
+    loss = build_loss(Config(**HYBRID, loss_options=more), *encoders, "cpu")
     x, y = [2 * torch.randn(5, size, dtype=torch.float64) for size in sizes]
     x.requires_grad_()
     value = loss.loss_fn(x, y, sub_tile)

@@ -234,19 +234,20 @@ def test_wrong_input_is_one_line(pair, kd):
         kd(student, student, batch)
 
 
-# {parameter: (a loss that has it, the flag of a run, values that are taken, values that are not)}
+# {parameter: (a loss that has it, the flag of a run or its option, values that are taken, values
+# that are not)}
 NAN = float("nan")
 VALUES = {
     "temperature": ("piece_kl", "temperature", [1e-3, 1, 1e3], [0, -1, NAN, 1e-4, 1001.0, "2"]),
-    "beta": ("generalized_jsd", "jsd_beta", [0, 0.5, 1], [2, -0.1, NAN, float("inf"), None]),
-    "skew": ("skew_forward_kl", "skew_lambda", [0, 0.99], [-0.5, 1, 1.0, 1.5, NAN]),
-    "alpha": ("adaptive_kl", "akl_alpha", [0, 1], [9, -1, NAN]),
+    "beta": ("generalized_jsd", "beta", [0, 0.5, 1], [2, -0.1, NAN, float("inf"), None]),
+    "skew": ("skew_forward_kl", "skew", [0, 0.99], [-0.5, 1, 1.0, 1.5, NAN]),
+    "alpha": ("adaptive_kl", "alpha", [0, 1], [9, -1, NAN]),
     "text_weight": ("piece_kl", "ce_weight", [0, 1e6], [-3, NAN, float("inf"), 1e7]),
     "top_k": ("reverse_kl", "loss_topk", [0, 5, 2**20], [-1, 2.5, 2**21]),
     "uncommon_topk": ("gold", "uncommon_topk", [1, 2**20], [0, -1, 0.5]),
     "support": ("reverse_kl", "loss_topk_of", ["teacher", "student"], ["both", None]),
     "chunk_average": ("gold", "chunk_average", ["p", "logp"], ["log", 1]),
-    "reverse": ("gold", "reverse_kl", [False, True], ["yes", 1.5]),
+    "reverse": ("gold", "reverse", [False, True], ["yes", 1.5]),
 }
 
 
@@ -257,12 +258,15 @@ def test_values_are_bounded_as_flags_are(pair, tables, name):
 
     loss, flag, good, bad = VALUES[name]
     job = {"student": "s", "teacher": "t", "data": "d", "loss": loss}
+    is_flag = flag in Config.__dataclass_fields__
     for value in good:
         CrossTokenizerKD(*pair.tokenizers, loss, tables[LOSSES[loss].needs], **{name: value})
-        assert Config(**job | {flag: value, "kd_weight": 0.5})
+        flags = {flag: value} if is_flag else {"loss_options": {flag: value}}
+        assert Config(**job | flags | {"kd_weight": 0.5})
     for value in bad:
+        flags = {flag: value} if is_flag else {"loss_options": {flag: value}}
         with pytest.raises(ValueError):
-            Config(**job | {flag: value})
+            Config(**job | flags)
     for value in [*bad, 1 if name == "reverse" else True]:
         with pytest.raises(ValueError, match=f"^{name}={re.escape(repr(value))}: ") as refused:
             CrossTokenizerKD(*pair.tokenizers, loss, **{name: value})

@@ -122,9 +122,10 @@ def test_reports_of_deepspeed(base_run, tmp_path):
     profiler = {"enabled": True, "profile_step": 1, "module_depth": 1, "top_modules": 1,
                 "detailed": False}
     config = jobs.ds_config(tmp_path / "ds.json", 3, 2, 1, flops_profiler=profiler,
-                            wall_clock_breakdown=True, memory_breakdown=True)
+                            wall_clock_breakdown=True, memory_breakdown=True,
+                            comms_logger={"enabled": True})
     argv = [*base_run.argv, f"--ds_config={config}", "--steps=3", f"--output_dir={tmp_path}",
-            "--log_comms", "--sequence_parallel=2"]
+            "--sequence_parallel=2"]
     begin = time.monotonic()
     assert ranks.run(2, jobs.run_with_output, argv, str(tmp_path / "output")) == [[0]] * 2
     seconds = time.monotonic() - begin
@@ -177,7 +178,7 @@ TWO_TEACHERS = ('--teachers=[{"model":"TEACHER","tp":2,"name":"a"},'
 REMOTE = [
     ("--loss=piece_kl", 2, ["--teacher_tp=2"]),
     ("--loss=piece_kl", 2, ["--teacher_engine=transformers", "--teacher_tp=2"]),
-    ("--loss=projection_kl --teacher_output=logits --projection_topk=100",
+    ('--loss=projection_kl --teacher_output=logits --loss_options={"projection_topk":100}',
      2, ["--teacher_tp=2"]),
     ("--loss=projection_kl --teacher_output=topk --teacher_output_topk=600",
      3, ["--teacher_engine=zero3"]),
@@ -301,8 +302,9 @@ def test_a_learned_projection_is_trained_saved_and_resumed(base_run, models):
     """It is the same in every ZeRO stage, tiled or not; the file is a projection that loads."""
     folder = base_run.folder
     learned = folder / "learned"
-    flags = ["--loss=projection_kl", "--learn_projection", "--projection_learning_rate=0.3",
-             "--projection_topk=100", "--steps=4", "--save_every=2"]
+    options = {"learn_projection": True, "projection_learning_rate": 0.3, "projection_topk": 100}
+    flags = ["--loss=projection_kl", f"--loss_options={json.dumps(options)}", "--steps=4",
+             "--save_every=2"]
     saved = learned / "zero3" / "checkpoints" / "step_0000002"
     jobs.run_all(2, base_run.line("zero2", learned / "zero2", *flags),
                  base_run.line("zero3", learned / "zero3", *flags),

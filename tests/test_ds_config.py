@@ -31,7 +31,7 @@ CHOICES = None, "auto", 1, 2, 3, 4, 8, 12
 
 
 def flags(**changes):
-    values = dict(ds_config="ds.json", learning_rate=1e-3, log_comms=False, wandb_project="",
+    values = dict(ds_config="ds.json", learning_rate=1e-3, wandb_project="",
                   sequence_parallel=1, steps=100)
     values |= changes
     return SimpleNamespace(**values, ranks_per_reader=values["sequence_parallel"])
@@ -349,13 +349,12 @@ def test_the_learning_rate_is_stated_once():
     assert resolved["scheduler"]["params"]["warmup_max_lr"] == 3e-4
 
 
-def test_the_flag_turns_the_collectives_log_on_and_keeps_its_settings():
+def test_the_flag_turns_wandb_on_and_keeps_its_settings():
     """The file that was read is left as it is: the identity of a run is computed from it."""
-    config = {"train_batch_size": 8, "comms_logger": {"enabled": False, "verbose": True}}
+    config = {"train_batch_size": 8, "wandb": {"enabled": False, "team": "t"}}
     before = json.dumps(config)
-    assert resolve(config)["comms_logger"]["enabled"] is False
-    assert resolve(config, log_comms=True)["comms_logger"] == {"enabled": True, "verbose": True}
-    of_team = resolve(config | {"wandb": {"team": "t"}}, wandb_project="p")
+    assert resolve(config)["wandb"]["enabled"] is False
+    of_team = resolve(config, wandb_project="p")
     assert of_team["wandb"] == {"enabled": True, "project": "p", "team": "t"}
     assert json.dumps(config) == before
 

@@ -58,7 +58,7 @@ REFUSED = {
     "--export={folder}/notes": "is a file; name a directory",
     "--output_dir={folder}/notes/run": "nothing can be written to",
     "--output_dir=/proc/x": "nothing can be written to",
-    "--output_dir={folder}/taken --loss=projection_kl --learn_projection":
+    '--output_dir={folder}/taken --loss=projection_kl --loss_options={"learn_projection":true}':
         "projection.pt is a directory",
 }
 

@@ -1,5 +1,6 @@
 """Code of docs/architecture.md runs as it stands; every metric of a run is on docs/evaluate.md."""
 
+import json
 import re
 import shutil
 import subprocess
@@ -13,6 +14,7 @@ from safetensors.torch import load_file, save_file
 import ranks
 from conftest import ROOT
 from isogloss.config import Config
+from isogloss.objective.loss_table import LOSSES
 from isogloss.teachers.kinds import TEACHER_KINDS
 from isogloss.teachers.protocol import load_teacher
 from jobs import losses_of, run_all, run_distill
@@ -38,12 +40,37 @@ def argv(models, texts, tmp_path):
 def test_a_new_loss_is_a_function_and_an_entry(argv, tmp_path):
     """It is a choice of --loss, trains, and is evaluated; alone, no cross-entropy is computed."""
     run = [*argv, "--loss=certainty_gap", "--ce_weight=0"]
-    run_all(2, [*run, f"--plugin={example(0, tmp_path)}"])
+    plugin = f"--plugin={example(0, tmp_path)}"
+    squared = [*run, plugin, '--loss_options={"power": 2}', f"--output_dir={tmp_path / 'squared'}"]
+    run_all(2, [*run, plugin], squared)
     lines = losses_of(tmp_path / "run", -1)
+    assert 0 < losses_of(tmp_path / "squared", -1)[0]["eval/kd"] < lines[0]["eval/kd"]
     assert 0 < lines[-1]["eval/kd"] < lines[0]["eval/kd"] < 1
     assert lines[1]["loss"] == lines[1]["kd"] and "ce" not in lines[1]
     unknown = ranks.run(1, run_distill, [run])
     assert unknown == [[2]]  # without the entry
+
+
+def test_the_keywords_of_a_new_loss_are_its_options(tmp_path):
+    """They are checked, of a teacher of several too, and part of what a run is."""
+    flags = dict(student="s", data="d", plugin=str(example(0, tmp_path)))
+    alone = flags | dict(teacher="t", loss="certainty_gap")
+    try:
+        assert Config(**alone, loss_options='{"power": 2}').options_of_loss == {"power": 2.0}
+        assert Config(**alone, loss_options={"power": 2}) != Config(**alone)
+        assert Config(**alone, loss_options={"power": 1}) == Config(**alone)
+        for options, message in (
+            ({"pow": 2}, "unknown option 'pow'; --loss certainty_gap has power"),
+            ({"power": "2"}, "--loss_options power=2: expected float, got str"),
+            ({"chunks": 2}, "unknown option 'chunks'"),
+        ):
+            entry = {"model": "t", "loss": "certainty_gap", "loss_options": options}
+            for wrong in (alone | dict(loss_options=options),
+                          flags | dict(teachers=json.dumps([entry]))):
+                with pytest.raises(ValueError, match=message):
+                    Config(**wrong)
+    finally:
+        LOSSES.pop("certainty_gap", None)
 
 
 @pytest.fixture
@@ -92,7 +119,7 @@ def test_a_student_learns_from_a_new_kind_of_teachers(argv, table, tmp_path):
     done = subprocess.run([sys.executable, "distill.py", *argv], cwd=ROOT, capture_output=True,
                           text=True)
     assert done.returncode == 0, done.stderr[-2000:]
-    run_all(1, [*argv, "--loss=projection_kl", "--projection_topk=100",
+    run_all(1, [*argv, "--loss=projection_kl", '--loss_options={"projection_topk": 100}',
                 f"--output_dir={tmp_path / 'projected'}"])
     for name in ("run", "projected"):
         lines = losses_of(tmp_path / name, -1)

@@ -17,7 +17,7 @@ from isogloss import distill, doors
 from isogloss.inputs import build_collator
 from isogloss.student.finite import has_finite_state, loss_scale_can_fall
 from jobs import ds_config, job_for, losses_of, run_distill, write_corpus, write_to_file
-from steps import flags_for
+from steps import flags_for, flags_of
 
 # --- one step, in every ZeRO stage and precision --------------------------------------------------
 
@@ -92,7 +92,7 @@ def skip_a_step(flags, texts, configs):
     for number, (kind, path) in enumerate(configs.items()):
         name = list(SPOILERS)[number % 3]
         for spoiler in SPOILERS if kind == "zero0" else [name]:
-            changes = {"ds_config": path, "loss": "piece_kl" if number else "projection_kl"}
+            changes = flags_of("piece_kl" if number else "projection_kl") | {"ds_config": path}
             reports[kind, spoiler] = skip_a_step_of(flags | changes, texts, spoiler)
     return reports
 

@@ -11,9 +11,10 @@ import pytest
 
 from conftest import ROOT
 from isogloss import command, distill
-from isogloss.config import FIRST_COMMAND, LEFT, Config, configs_by_teacher
+from isogloss.config import FIRST_COMMAND, Config, configs_by_teacher
 from isogloss.flags import parse as flags
 from isogloss.flags.help import help_text
+from isogloss.flags.other_names import LEFT
 from isogloss.flags.parse import PATH_FLAGS, check_types, expanded, parse_flags
 from isogloss.projection_tools import (
     build,
@@ -148,7 +149,7 @@ def test_a_wrong_command_line_says_what_is_wrong(line):
 # --- paths ----------------------------------------------------------------------------------------
 
 # Flags whose descriptions speak of files, but whose values are none.
-NO_PATHS = {"split", "txt_samples", "teacher_dtype", "teachers", "rollout_command", "dtype",
+NO_PATHS = {"split", "teacher_dtype", "teachers", "dtype",
             "push_to_hub", "loss", "eval_split", "train_on", "lora_targets"}
 
 
@@ -308,7 +309,7 @@ def test_help_and_wrong_flags_do_not_wait_for_torch():
 
 
 def test_the_answers_to_words_of_other_trainers_exist():
-    ours = set(Config.__dataclass_fields__)
+    ours = {entry.name for entry in fields(Config)}
     assert not ours & set(Config.FOREIGN)
     for word, answer in Config.FOREIGN.items():
         if word in LEFT:

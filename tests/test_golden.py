@@ -66,9 +66,13 @@ def nemo_rl_config(case):
     """Return the Config of a run of their formulas."""
     cfg = case["cfg"]
     loss = {"pkl": "projection_kl", "gold": "gold", "xtoken": "h_kl"}[case["mode"]]
-    return Config(student="s", teacher="t", data="d", loss=loss, chunk_average="logp",
-                  temperature=cfg["temperature"], reverse_kl=cfg["reverse_kl"],
-                  uncommon_topk=cfg["uncommon_topk"], projection_topk=cfg["vocab_topk"])
+    options = {"chunk_average": "logp", "reverse": cfg["reverse_kl"]}
+    if loss == "projection_kl":
+        options["projection_topk"] = cfg["vocab_topk"]
+    else:
+        options["uncommon_topk"] = cfg["uncommon_topk"]
+    return Config(student="s", teacher="t", data="d", loss=loss, loss_options=options,
+                  temperature=cfg["temperature"])
 
 
 def nemo_rl(data, case, x):
@@ -84,7 +88,7 @@ def nemo_rl(data, case, x):
     loss = loss_table.LOSSES[cfg.loss].build(cfg, SimpleNamespace(tables=tables), "cpu")
     loss_fn = loss.loss_fn
     if case["mode"] == "pkl":  # where we keep columns of a step, without the votes of padding
-        num_kept = min(cfg.projection_topk, teacher.shape[-1])
+        num_kept = min(cfg.options_of_loss["projection_topk"], teacher.shape[-1])
         kept = teacher.amax((0, 1)).topk(num_kept).indices.sort().values
         loss_fn = loss.for_columns(kept)
         teacher = teacher[..., kept]

@@ -14,8 +14,8 @@ from conftest import asset
 from hub_copies import HAS_LM_EVAL, copy_gsm8k, copy_lambada, copy_mmlu, needs_lm_eval
 from isogloss.evaluation.harness import NAMES, load_harness_task
 from isogloss.evaluation.task_model import TaskEncoder
-from isogloss.evaluation.task_options import TaskOptions
 from isogloss.evaluation.task_suite import load_suite
+from isogloss.flags.task_options import TaskOptions
 
 QUESTIONS = [
     {"question": "Who had a red ball?", "choices": ["Lily", "The big dog", "a cat", "no one"],

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, Trainer, TrainingA
 
 import ranks
 from conftest import ROOT
-from isogloss.integrations import Distillation, count_terms, distilled
+from isogloss.integrations import Distillation, config_of, count_terms, distilled
 from jobs import ds_config, losses_of, run_distill
 
 # {what rows hold: (row of a text, flags of distill.py)}
@@ -152,9 +152,13 @@ def test_wrong_arguments_are_refused(chat_models):
     for flags, words in [({"on_policy": 0.5}, "on_policy=0.5: no such flag here"),
                          ({"los": "alm"}, "los='alm': no such flag here"),
                          ({"loss": "x"}, "--loss x: expected one of"),
+                         ({"loss": "projection_kl", "loss_options": {"projection_topk": 5}},
+                          "projection_topk has no part here"),
                          ({"max_length": 1}, "--max_length 1: expected 2 or more")]:
         with pytest.raises(ValueError, match=words):
             Distillation(tokenizer, chat_models[1], **flags)
+    cfg = config_of({"loss": "gold", "loss_options": {"reverse": True}, "drop_images": True})
+    assert cfg.options_of_loss["reverse"] and cfg.source_options.drop_images
     with pytest.raises(ValueError, match="teacher_tokenizer: is missing"):
         Distillation(tokenizer, AutoModelForCausalLM.from_pretrained(chat_models[1]))
     distillation = Distillation(tokenizer, chat_models[1])

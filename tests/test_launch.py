@@ -481,7 +481,7 @@ def test_a_rank_that_is_killed_leaves_one_line_of_the_others_and_no_file(
     """It serves the store, or does not; a process writes for both."""
     writer = f"{sys.executable} {ROOT / 'tests' / 'stand_in_writer.py'}"
     flags = small_run(tmp_path / "run", "--on_policy=0.5", "--rollout_tokens=4", "--steps=100000",
-                      "--prompt_tokens=4", f"--rollout_command={writer}")
+                      "--prompt_tokens=4", f"--writer={writer}")
     (tmp_path / "tmp").mkdir()
     environment = {name: value for name, value in os.environ.items() if name in KEPT}
     environment |= {"TMPDIR": str(tmp_path / "tmp"), "WORLD_SIZE": "2", "LOCAL_SIZE": "2",

@@ -51,7 +51,7 @@ def steps_of(flags_list, samples):
 @pytest.fixture
 def entries(models, untied):
     return [{"name": "projected", "model": str(models[1]), "loss": "projection_kl",
-             "chunk_average": "logp"},
+             "loss_options": {"chunk_average": "logp"}},
             {"name": "gold", "model": str(models[1]), "loss": "gold", "weight": 0.5},
             {"name": "pieces", "model": str(models[1]), "token_weights": "early"},
             {"name": "equal", "model": str(untied), "loss": "forward_kl"}]

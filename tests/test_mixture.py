@@ -7,7 +7,7 @@ import pytest
 import ranks
 from isogloss.config import Config
 from isogloss.data import mixture, stream
-from isogloss.data.mixture import BLOCK, Mixture, Source, seed_of, sources_of
+from isogloss.data.mixture import BLOCK, Mixture, Source, SourceOptions, seed_of, sources_of
 from isogloss.data.open_data import load_dataset
 from isogloss.data.order import ExampleReader, ShuffledExamples
 from isogloss.data.stream import StreamedExamples
@@ -128,6 +128,22 @@ def test_a_source_has_the_flags_of_its_entry_and_those_of_the_run():
     assert first.cfg.split == second.cfg.split == "train[:9]"
     [single] = sources_of(Config(**NEEDED, data="[1].jsonl"))  # a file
     assert single.name == "" and single.route is ... and single.cfg.data == "[1].jsonl"
+
+
+def test_an_entry_alone_is_read_as_a_path_is_with_columns_of_its_own():
+    [alone] = sources_of(config({"data": "a.jsonl", "tools_key": "functions", "drop_images": True,
+                                 "txt_samples": "file"}, streaming=True))
+    assert (alone.name, alone.cfg.data, alone.route) == ("", "a.jsonl", ...)
+    options = alone.cfg.source_options
+    assert (options.tools_key, options.drop_images, options.txt_samples) == (
+        "functions", True, "file")
+    first, second = sources_of(config({"data": "a", "tools_key": "functions"}, {"data": "b"}))
+    assert (first.cfg.source_options.tools_key, first.name) == ("functions", "a")
+    assert second.cfg.source_options == Config.source_options == SourceOptions()
+    for wrong, message in (({"drop_images": 1}, "--data: drop_images=1: expected bool, got int"),
+                           ({"txt_samples": "page"}, "--data: txt_samples page: expected one of")):
+        with pytest.raises(ValueError, match=message):
+            config({"data": "a"} | wrong)
 
 
 A, B = {"data": "a"}, {"data": "b"}

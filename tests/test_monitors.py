@@ -64,7 +64,7 @@ def test_no_secret_reaches_a_monitor(models, address, tmp_path):
     done = subprocess.run(
         [sys.executable, ROOT / "distill.py", f"--student={models[0]}", f"--teacher={models[1]}",
          f"--data={address}", f"--ds_config={config}", "--max_length=60", "--steps=3",
-         "--on_policy=0.5", "--rollout_tokens=4", f"--rollout_command={writer} --token hunterword",
+         "--on_policy=0.5", "--rollout_tokens=4", f"--writer={writer} --token hunterword",
          "--num_workers=0", "--output_dir=run", "--wandb_project=p"],
         cwd=tmp_path / "work", env=environment, capture_output=True)
     assert done.returncode == 0, done.stderr.decode()
@@ -82,7 +82,7 @@ def test_no_secret_reaches_a_monitor(models, address, tmp_path):
     [content] = run_files
     assert content.count(b"train/loss") >= 3 and b"--data=http://***@127.0.0.1" in content
     record = json.loads((tmp_path / "work" / "run" / "run.json").read_text())
-    assert f"--rollout_command={writer.replace('hunterkey', '***')} --token ***" in record["argv"]
+    assert f"--writer={writer.replace('hunterkey', '***')} --token ***" in record["argv"]
 
 
 def test_a_command_line_without_a_secret_keeps_its_console(monkeypatch):

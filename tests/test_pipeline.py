@@ -24,6 +24,7 @@ from isogloss.student.stages import num_weights, probe_ids
 from jobs import ds_config, losses_of, run_all, run_distill, write_corpus
 from launched import die_after
 from steps import (
+    FEW_COLUMNS,
     Layout,
     check_gradients,
     cut_flags,
@@ -108,7 +109,8 @@ def steps_of(students, models, untied):
                           student=students["gpt_neox"]),
         "sharded teacher": step_of(2, 1, 4, teacher_tp=4),
         "partitioned teacher, kept columns": step_of(2, 1, 4, teacher_engine="zero3",
-                                                     loss="projection_kl"),
+                                                     loss="projection_kl",
+                                                     loss_options=FEW_COLUMNS),
         "several teachers": step_of(4, 2, 4, **several, student=students["qwen2"]),
         # one that cuts texts as the student alone does
         "no teacher": step_of(4, 1, 8, kd_weight=0.0, teacher=students["tied"]),
@@ -289,10 +291,11 @@ def jobs(models, students, texts, tmp_path_factory):
     write_copy(folder, "EleutherAI/lambada_openai", {"default": {"test": rows}})
     random = Jobs(folder, [*argv, f"--student={students['dropout']}"])
     argv.append(f"--student={students['tied']}")
-    learning = Jobs(folder, [*argv, "--loss=projection_kl", "--learn_projection",
-                             "--projection_learning_rate=1e-2"])
+    learning = Jobs(folder, [*argv, "--loss=projection_kl", '--loss_options={"learn_projection": '
+                             'true, "projection_learning_rate": 1e-2}'])
     if HAS_LM_EVAL:
-        argv += ["--eval_tasks=lambada", f"--eval_task_data={folder}", "--eval_task_every=2"]
+        argv += ["--eval_tasks=lambada", "--eval_task_every=2",
+                 f'--eval_task_options={{"data": "{folder}"}}']
     jobs = Jobs(folder, argv)
     run_all(1, jobs.line("one", 1, 4), learning.line("one learned", 1, 4))
     killed = random.line("killed", 2, 2, num_readers=2)

@@ -5,6 +5,7 @@ import re
 import shlex
 import subprocess
 import sys
+from dataclasses import fields
 from itertools import chain
 
 import pytest
@@ -75,7 +76,7 @@ def test_the_pages_are_short_and_count_the_files_to_copy():
 
 
 def test_flags_and_targets_that_the_text_names_exist():
-    known = {*Config.__dataclass_fields__, "help"}
+    known = {*(entry.name for entry in fields(Config)), "help"}
     kinds = [tool.Args for tool in (build, show, cells, generate, multitoken, pairs, report)]
     kinds += [kind for name, kind in vars(command).items() if name.endswith("Args")]
     for kind in kinds:

@@ -11,8 +11,8 @@ import ranks
 from conftest import GOLDEN
 from hub_copies import copy_lambada, needs_lm_eval
 from isogloss.evaluation.task_model import TaskEncoder
-from isogloss.evaluation.task_options import TaskOptions
 from isogloss.evaluation.task_suite import load_suite
+from isogloss.flags.task_options import TaskOptions
 from jobs import ds_config, losses_of, run_distill
 
 pytestmark = pytest.mark.slow

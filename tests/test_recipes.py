@@ -79,7 +79,8 @@ def test_recipes_of_published_runs_are_those_runs():
     for name in ("qwen3_4b_to_llama_3.2_1b", "phi4_mini_llama_3b_to_llama_3.2_1b"):
         flags = yaml.safe_load((ROOT / "recipes" / f"{name}.yaml").read_text())
         assert (flags["join_rows"], flags["max_length"], flags["steps"]) == (16384, 2048, 100)
-        assert flags["ds_config"] == "recipes/ds_96.json" and flags["eval_task_shots"] == 3
+        assert flags["ds_config"] == "recipes/ds_96.json"
+        assert flags["eval_task_options"] == {"shots": 3}
 
 
 def test_sizes_of_models_are_those_that_are_published(monkeypatch):
@@ -139,7 +140,7 @@ def test_every_recipe_runs_to_its_end_with_small_models(chat_models, untied, tex
         line = [f"--config={ROOT / 'recipes' / name}.yaml", f"--student={student}",
                 f"--data={data}", f"--ds_config={tmp_path / name}.json", "--steps=2",
                 "--max_length=60", "--eval_rows=4", "--eval_every=1", "--eval_tasks=",
-                "--eval_task_every=0", "--eval_task_shots=-1", "--num_workers=0",
+                "--eval_task_every=0", "--eval_task_options=", "--num_workers=0",
                 f"--output_dir={tmp_path / name}", f"--export={tmp_path / name / 'student'}"]
         if "teachers" in flags:  # the second has the student's tokenizer
             entries = [dict(entry, model=str(model)) for entry, model in

@@ -27,6 +27,9 @@ AUTO = {"type": "WarmupCosineLR",
 TEACHERS = [{"model": "A", "name": "a"}, {"model": "B", "loss": "alm", "weight": 2.0}]
 
 
+JSD = {"loss": "generalized_jsd"}
+
+
 @pytest.fixture
 def refusal(monkeypatch, tmp_path):
     """A function (first flags, flags on resume) -> the line that refuses them, or ""."""
@@ -73,12 +76,17 @@ def test_what_cannot_change_the_result_may_change_when_a_run_resumes(refusal, tm
         ({}, {"loss_memory_mib": 7}), ({}, {"tiled": False}), ({}, {"pack": True}),
         ({}, {"max_bad_steps": 9}), ({}, {"teacher_tp": 2}), ({}, {"output_dir": "x"}),
         (teachers, changed(0, tp=2, engine="zero3", offload=True)), (changed(1, tp=4), teachers),
+        ({"loss_options": {"beta": 0.5}, **JSD}, JSD),
+        ({"loss_options": ' {"beta":0.30}', **JSD}, {"loss_options": {"beta": 0.3}, **JSD}),
+        ({"token_weights": "early:256"}, {"token_weights": "early"}),
+        ({}, {"eval_tasks": "mmlu", "eval_task_options": {"limit": 3}}),
         (teachers, changed(0)), ({"data": '[{"data": "a"}]'}, {"data": ' [{ "data":"a" }]'}),
         *[(plain, other) for other in harmless],
     ]:
         assert refusal(first, then) == "", then
     for first, then in [
         ({}, {"temperature": 2.0}), ({}, {"seed": 1}), ({}, {"max_length": 9}),
+        ({"loss_options": {"beta": 0.3}, **JSD}, JSD), ({}, {"token_weights": "early:9"}),
         ({}, {"join_rows": 9}), ({"from_scratch": True}, {}),
         ({}, {"teacher_dtype": "float32"}), (teachers, changed(0, dtype="float32")),
         (teachers, changed(1, weight=1.5)), (teachers, changed(1, loss="uld")),
@@ -204,6 +212,8 @@ def test_what_an_older_checkpoint_lacks_was_as_it_is_by_default(monkeypatch):
 def test_a_flag_that_left_had_to_be_as_it_always_is_now(monkeypatch):
     run = {"loss": "alm", "alm_mode": "binary_kl", "teacher_alpha": 1.0}
     monkeypatch.setattr(checkpoint, "position_of", lambda _: {"run": run})
+    checkpoint.check_identity("auto", "folder", {"loss": "alm"})
+    run |= {"jsd_beta": 0.5, "token_half_life": 256.0, "tools_key": "tools"}  # elsewhere now
     checkpoint.check_identity("auto", "folder", {"loss": "alm"})
     run["alm_mode"] = "squared"
     with pytest.raises(ValueError, match="alm_mode was 'squared', is 'binary_kl'"):

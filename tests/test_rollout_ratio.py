@@ -119,7 +119,7 @@ def weights_of(batch):
 
 
 @pytest.mark.parametrize("more", [{}, pytest.param(
-    {"rollout_command": f"{sys.executable} {STAND_IN}"}, marks=pytest.mark.slow)])
+    {"writer": f"{sys.executable} {STAND_IN}"}, marks=pytest.mark.slow)])
 def test_old_texts_weigh_as_often_as_the_student_is_there_now(tmp_path, more):
     """Its own loop, or a process that writes; the scorer is that of the job."""
     write_toy(tmp_path / "model")

@@ -158,7 +158,7 @@ def test_layouts_that_do_not_fit_are_refused(case):
 @pytest.mark.parametrize("flags, message", [
     ({"sequence_parallel": 2}, "--pipeline_parallel 2 with --sequence_parallel 2: these do"),
     ({"on_policy": 0.5, "writer": "vllm"}, "--writer vllm with --pipeline_parallel 2, whose"),
-    ({"on_policy": 0.5, "rollout_command": "a b"}, "--rollout_command a b with --pipeline"),
+    ({"on_policy": 0.5, "writer": "a b"}, "--writer a b with --pipeline"),
 ])
 def test_flags_that_do_not_go_with_a_pipeline_are_refused(flags, message):
     with pytest.raises(ValueError, match=message):

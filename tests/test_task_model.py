@@ -8,7 +8,7 @@ import pytest
 from conftest import asset
 from isogloss.evaluation.harness import Written
 from isogloss.evaluation.task_model import TaskEncoder, TextStop, write_answers
-from isogloss.evaluation.task_options import TaskOptions
+from isogloss.flags.task_options import TaskOptions
 
 NAMES = "gpt2", "llama2", "llama3", "t5", "tok512", "wordpiece"
 WINDOW = 24

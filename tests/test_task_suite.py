@@ -13,13 +13,17 @@ import ranks
 from conftest import asset
 from hub_copies import copy_gsm8k, copy_lambada, needs_lm_eval
 from isogloss.evaluation.task_model import TaskEncoder
-from isogloss.evaluation.task_options import TaskOptions
 from isogloss.evaluation.task_suite import TaskSuite, load_suite
+from isogloss.flags.task_options import TaskOptions
 from jobs import ds_config, losses_of, run_distill, write_corpus
 
 # five items, so that ranks have unequal numbers of them, of unequal lengths
-FLAGS = ["--eval_tasks=lambada,gsm8k", "--eval_task_shots=0", "--eval_task_every=2"]
+FLAGS = ["--eval_tasks=lambada,gsm8k", "--eval_task_every=2"]
 NAMES = "lambada_acc", "lambada_perplexity", "gsm8k_exact_match_flexible-extract"
+
+
+def option(**options):
+    return f"--eval_task_options={json.dumps(options)}"
 
 
 @pytest.fixture(scope="module")
@@ -38,7 +42,7 @@ def job(models, texts, data, tmp_path_factory):
     return folder, [
         f"--student={models[0]}", f"--teacher={models[1]}", "--max_length=96", "--steps=2",
         f"--data={write_corpus(folder, texts, 30)}", "--num_workers=0",
-        "--eval_task_data=" + str(data)]
+        option(data=str(data), shots=0)]
 
 
 def config_of(job, stage, micro_batch_size, steps):
@@ -60,11 +64,11 @@ def items_of(output):
 
 @needs_lm_eval
 @pytest.mark.slow
-def test_values_and_items_are_the_same_in_every_layout(job):
+def test_values_and_items_are_the_same_in_every_layout(job, data):
     folder, argv = job
     runs = {
         "one": (1, config_of(job, 2, 8, 1)),
-        "batches": (1, config_of(job, 2, 8, 1), "--eval_task_batch=3"),
+        "batches": (1, config_of(job, 2, 8, 1), option(data=str(data), shots=0, batch_size=3)),
         "copies": (2, config_of(job, 3, 4, 1)),
         "hooks": (2, config_of(job, 3, 4, 1), "--rollout_replica=false"),
         "shards": (2, config_of(job, 1, 8, 1), "--sequence_parallel=2"),

@@ -19,8 +19,8 @@ from hub_copies import HAS_LM_EVAL, needs_lm_eval, write_copy
 from isogloss import tasks
 from isogloss.command import TaskArgs, tool
 from isogloss.evaluation.task_model import TaskEncoder
-from isogloss.evaluation.task_options import TaskOptions
 from isogloss.evaluation.task_suite import load_suite
+from isogloss.flags.task_options import TaskOptions
 from wrong_input import error_line
 
 

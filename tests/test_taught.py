@@ -50,6 +50,11 @@ def deaf(chat_models, tmp_path_factory):
     return str(folder)
 
 
+def weighed_by(flags, column):
+    entry = {"data": flags["data"], "weight_key": column}
+    return {"data": json.dumps([entry])}
+
+
 def test_a_teacher_that_would_teach_nothing_is_refused(flags, chat_models, deaf):
     written = {"on_policy": 1.0, "rollout_tokens": 8}
     hint = {"teacher": "self", "teacher_prompt_key": "hint"}
@@ -71,8 +76,8 @@ def test_a_teacher_that_would_teach_nothing_is_refused(flags, chat_models, deaf)
                         "--teacher_max_length)")),
         ({"teacher": deaf}, f"teacher {deaf}: would teach nothing of the first 24 rows: 24 hold "
          "nothing that both tokenizers spell and the student learns"),
-        (column | {"weight_key": "zero"}, "--weight_key zero: every row weighs 0"),
-        (column | {"weight_key": "weight"}, NOTHING),
+        (column | weighed_by(flags, "zero"), "--data: weight_key zero: every row weighs 0"),
+        (column | weighed_by(flags, "weight"), NOTHING),
         (teachers(chat_models, ["math"], ["code"]),
          "--teachers: no row is for T0, by its routes; the data have 'x'"),
         (teachers(chat_models, ["x"], ["code"]), "no row is for T1, by its routes"),
@@ -84,7 +89,7 @@ def test_a_teacher_that_would_teach_nothing_is_refused(flags, chat_models, deaf)
 def test_a_run_that_no_teacher_has_taught_says_so_after_a_step_and_fails(flags, chat_models):
     """Of streams only the steps tell; the student's own part is kept, and a resume goes on so."""
     streamed = flags | {"streaming": True, "save_every": 1}
-    weightless = streamed | {"token_weights": "column", "weight_key": "zero"}
+    weightless = streamed | {"token_weights": "column"} | weighed_by(flags, "zero")
     routed = streamed | teachers(chat_models, ["math"], ["code"])
     half = streamed | teachers(chat_models, ["x"], ["code"])
     commands = []

@@ -61,7 +61,8 @@ def test_same_loss_and_gradient_of_every_kind_in_every_layout(models, texts, cac
     """All tokens: as of the whole teacher; 20 tokens: as of the live one that keeps 20."""
     padded, masked = servers
     flags = steps.flags_for(models, texts, tmp_path)
-    wide = {"projection_topk": 600}  # which columns a step keeps depends on the scale of logits
+    # which columns a step keeps depends on the scale of logits
+    wide = {"loss_options": {"projection_topk": 600}}
     samples = steps.uneven_samples(texts)
     expected = steps.references_of(flags, [case.loss for case in CASES], samples)
     [of_all_columns] = steps.references([flags | steps.flags_of("projection_kl") | wide], samples)

@@ -147,7 +147,7 @@ RUNS = {  # name: (ZeRO stage, flags)
     "resumed": (3, ["--resume={folder}/stage 0/checkpoints/step_0000002"]),
     "writes": (3, WRITES),
     "another process writes": (
-        2, [*WRITES, f"--rollout_command={sys.executable} {STAND_IN}", "--staleness=0"]),
+        2, [*WRITES, f"--writer={sys.executable} {STAND_IN}", "--staleness=0"]),
     # the last one: DeepSpeed keeps its layout for all later engines of a process
     "pipeline": (1, ["--pipeline_parallel=2", "--save_every=4"]),
 }

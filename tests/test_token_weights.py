@@ -23,6 +23,10 @@ def test_early_weights_count_what_is_learned_of_each_sample():
     assert torch.allclose(weights, torch.tensor(expected)) and weights.dtype == torch.float32
 
 
+def weighed_by(data, column):
+    return json.dumps([{"data": str(data), "weight_key": column}])
+
+
 LAYOUTS = {"one": (1, {}), "shards": (2, {"sequence_parallel": 2}), "packed": (2, {"pack": True}),
            "untiled": (1, {"tiled": False})}
 
@@ -43,13 +47,13 @@ def command(models, texts, tmp_path):
 def test_early_weights_are_the_same_in_every_layout(command, tmp_path):
     curves = {}
     for kind, (num_ranks, flags) in LAYOUTS.items():
-        run_all(num_ranks, command(kind, token_weights="early", token_half_life=5.0, **flags))
+        run_all(num_ranks, command(kind, token_weights="early:5", **flags))
         curves[kind] = [{key: line[key] for key in ("kd", "ce", "grad_norm")}
                         for line in losses_of(tmp_path / kind)]
     for kind, lines in curves.items():
         check_same_curve(curves["one"], lines, 1e-4, name=kind)
     # all the same, and as without weights
-    run_all(1, command("plain"), command("flat", token_weights="early", token_half_life=1e9))
+    run_all(1, command("plain"), command("flat", token_weights="early:1e9"))
     expected = losses_of(tmp_path / "plain")
     check_same_curve(expected, losses_of(tmp_path / "flat"), 1e-5)
     assert all(line["kd"] < 0.8 * of_plain["kd"]
@@ -65,7 +69,7 @@ def test_rows_weigh_what_their_column_says(command, texts, tmp_path):
             data.write_text("".join(json.dumps({"text": text, "w": weight}) + "\n"
                                     for text, weight in zip(texts, of_rows)))
             name = f"run{num_ranks}{number}{flags}"
-            runs[name] = command(name, token_weights="column", weight_key="w", steps=1, data=data,
+            runs[name] = command(name, token_weights="column", steps=1, data=weighed_by(data, "w"),
                                  **flags)
         run_all(num_ranks, *runs.values())
         return [losses_of(tmp_path / name)[0]["kd"] for name in runs]
@@ -81,12 +85,12 @@ def test_rows_weigh_what_their_column_says(command, texts, tmp_path):
 
 
 def test_wrong_columns_of_weights_are_refused(models, texts, tmp_path):
-    words = short_run(models, texts, tmp_path, "--token_weights=column", "--weight_key=w")
+    words = short_run(models, texts, tmp_path, "--token_weights=column")
     flags = dict(word.removeprefix("--").split("=", 1) for word in words)
     flags["max_length"] = 60
     check_refusals(flags, [
-        ({"token_weights": "early", "weight_key": ""}, "nothing is wrong"),
-        ({"weight_key": ""}, "--token_weights column: of which column? name it with"),
-        ({"weight_key": "text"}, "'text' holds '"),
-        ({}, "--weight_key w: no such column"),
+        ({"token_weights": "early"}, "nothing is wrong"),
+        ({}, "--token_weights column: of which column? name it as weight_key of an entry"),
+        ({"data": weighed_by(flags["data"], "text")}, "'text' holds '"),
+        ({"data": weighed_by(flags["data"], "w")}, "--data: weight_key w: no such column"),
     ])

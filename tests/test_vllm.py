@@ -147,7 +147,7 @@ def test_vllm_writes_with_the_students_weights(name, tokenizers, models, texts, 
         f"--data={write_corpus(tmp_path, texts, 30)}", "--max_length=120", "--eval_rows=6",
         "--on_policy=0.5", "--rollout_tokens=24", "--prompt_tokens=8", "--rollout_log=8",
         "--rollout_eval=4", "--loss=reverse_kl", "--steps=6", f"--output_dir={output}",
-        f"--rollout_command={PYTHON} -m isogloss.vllm_writer {words}", *flags])
+        f"--writer={PYTHON} -m isogloss.vllm_writer {words}", *flags])
     lines = [line for line in losses_of(output, 0) if "loss" in line]
     assert [line["rollout/staleness"] for line in lines] == expected_ages
     for line in lines:
@@ -178,7 +178,7 @@ def test_a_real_student_and_its_judge_are_served(smollm2, tmp_path):
             "--text_key=messages", "--on_policy=1", "--rollout_tokens=40", "--rollout_log=4",
             "--rollout_temperature=0.2", "--loss=reverse_kl", "--steps=3", f"--output_dir={output}",
             "--max_length=128", "--lora_r=4",
-            f"--rollout_command={PYTHON} -m isogloss.vllm_writer"])
+            f"--writer={PYTHON} -m isogloss.vllm_writer"])
     first, *later = losses_of(output, 0)
     assert first["rollout/logp_gap"] < 1e-5
     assert abs(first["kd"]) < 1e-4 and abs(first["rollout/reverse_kl_per_byte"]) < 1e-4

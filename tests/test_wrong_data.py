@@ -214,7 +214,8 @@ PLACES = {
     "--data={folder}/good.jsonl --eval_data={folder}/none.jsonl": "none.jsonl: no such file",
     "--data={folder}/good.jsonl --eval_data={folder}/rest_is_empty.jsonl --eval_split=train[2:]":
         "all 2 rows of 'text' are empty",
-    "--data={folder}/good.jsonl --txt_samples=file": "--txt_samples file: is for .txt files",
+    '--data=[{"data":"{folder}/good.jsonl","txt_samples":"file"}]':
+        "--data: txt_samples file: is for .txt files",
     # prompts and completions
     "--data={folder}/pairs.jsonl --prompt_key=p --completion_key=chat":
         "--prompt_key p: no such column; it has q, a, n, chat",
@@ -222,7 +223,7 @@ PLACES = {
     "--data={folder}/pairs.jsonl --prompt_key=q --completion_key=chat":
         "row 0 of 'chat': 'q' and it are not both texts, or both chats",
     "--data={folder}/pairs.jsonl --prompt_key=n --completion_key=a": "row 0 of 'n' is null",
-    "--data={folder}/pairs.jsonl --text_key=chat --tools_key=q":
+    '--data=[{"data":"{folder}/pairs.jsonl","tools_key":"q"}] --text_key=chat':
         "row 0 of 'chat': 'q' holds 'why', expected a list of tools",
     # save_to_disk
     "--data={folder}/broken_state": "cannot be read (JSONDecodeError",

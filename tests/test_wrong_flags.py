@@ -79,13 +79,17 @@ FLAGS = {
     "--resume=false": "--resume=false: expected auto, never or the dir",
     "--resume={folder}": "is not a complete checkpoint; expected a folder step_*",
     # losses
-    "--skew_lambda=1": "compares the teacher with itself",
+    '--loss=skew_forward_kl --loss_options={"skew":1}':
+        "--loss_options: skew=1.0: expected a number, 0 or more and below 1",
     "--dynamic_scale --ce_weight=0": "needs both losses, because",
-    "--learn_projection --loss=gold": "only --loss projection_kl",
-    "--loss=projection_kl --chunk_average=logp --teacher_output=topk":
-        "--chunk_average logp: a mean of logarithms needs all of",
-    "--loss=uld --chunk_average=logp": "--chunk_average logp: no teacher of this run reads it",
-    "--loss=gold --chunk_average=log": "--chunk_average log: expected one of p, logp",
+    '--loss=gold --loss_options={"learn_projection":true}': "unknown option 'learn_projection'; "
+        "--loss gold has uncommon_topk, chunk_average, reverse",
+    '--loss=projection_kl --loss_options={"projection_learning_rate":1}':
+        "projection_learning_rate: is for learn_projection; add it",
+    '--loss=projection_kl --loss_options={"chunk_average":"logp"} --teacher_output=topk':
+        "chunk_average logp: a mean of logarithms needs all of",
+    '--loss=uld --loss_options={"chunk_average":"logp"}': "--loss uld takes none",
+    '--loss=gold --loss_options={"chunk_average":"log"}': "expected one of p, logp",
     "--dump_losses={folder}/comma.json": "comma.json: nothing can be written to",
     "--kd_weight=0 --ce_weight=0": "nothing would be learned",
     "--loss=projection_kl --projection={folder}/comma.json": "comma.json",
@@ -107,11 +111,11 @@ FLAGS = {
     # what the student writes
     "--on_policy=1 --kd_weight=0": "--on_policy 1.0 with --kd_weight 0",
     "--on_policy=1 --rollout_top_p=0": "--rollout_top_p 0.0: expected more",
-    "--on_policy=1 --rollout_tokens=20 --rollout_batch=8 --rollout_command=true":
+    "--on_policy=1 --rollout_tokens=20 --rollout_batch=8 --writer=true":
         "--rollout_batch 8: is for a student that writes itself, and true writes; leave it out",
     "--on_policy=1 --rollout_tokens=20 --rollout_top_p=0.9 --rollout_every=2":
         "--rollout_top_p 0.9 with --rollout_every 2: no ratio makes up for",
-    "--on_policy=1 --rollout_tokens=20 --rollout_top_p=0.9 --rollout_command=true":
+    "--on_policy=1 --rollout_tokens=20 --rollout_top_p=0.9 --writer=true":
         "--rollout_top_p 0.9 with --staleness 1: no ratio makes up for",
     "--on_policy=1 --rollout_tokens=120": "leaves no room for a prompt",
     "--on_policy=1 --rollout_tokens=20 --prompt_key=question":
@@ -125,12 +129,11 @@ FLAGS = {
         "its tokenizer has no chat template",
     "--on_policy=1 --rollout_tokens=20 --streaming --rollouts_per_prompt=3":
         "--rollouts_per_prompt 3",
-    "--on_policy=1 --rollout_tokens=20 --rollout_command=/no/such":
-        "--rollout_command /no/such: no such program",
-    "--on_policy=1 --rollout_tokens=20 --rollout_command=false":
-        "--rollout_command false: ended with exit code 1",
+    "--on_policy=1 --rollout_tokens=20 --writer=/no/such":
+        "--writer /no/such: no such program",
+    "--on_policy=1 --rollout_tokens=20 --writer=false":
+        "--writer false: ended with exit code 1",
     "--on_policy=1 --rollout_tokens=20 --writer=vllm": "--writer vllm: there is no vllm here",
-    "--on_policy=1 --writer=vllm --rollout_command=x": "--writer vllm with --rollout_command x",
     "--on_policy=1 --dynamic_scale": "there is no cross-entropy",
     # joined rows
     "--join_rows=99 --on_policy=1 --rollout_tokens=20":
@@ -146,10 +149,10 @@ FLAGS = {
     "--pipeline_parallel=2 --ds_config={folder}/hasty.json":
         "1 gradient_accumulation_steps leave 50% of the stages' time idle",
     # evaluation tasks
-    "--eval_tasks=mmul --eval_task_data={folder}":
+    '--eval_tasks=mmul --eval_task_options={"data":"{folder}"}':
         "--eval_tasks mmul: unknown task 'mmul'; did you mean mmlu?",
     "--eval_task_every=5": "--eval_task_every 5: is for --eval_tasks, which",
-    "--eval_tasks=gsm8k --eval_task_samples=4":
+    '--eval_tasks=gsm8k --eval_task_options={"samples":4}':
         "samples is 4 at temperature 0, where all samples are equal",
     "--eval_tasks=lm_eval:no_such": "--eval_tasks lm_eval:no_such: ",
     # chats, completions, held-out rows

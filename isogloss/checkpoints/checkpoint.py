@@ -30,9 +30,10 @@ import torch
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 
-from isogloss.config import LEFT, Config
+from isogloss.config import Config
 from isogloss.errors import CannotSave
 from isogloss.flags.model_names import without_secrets
+from isogloss.flags.other_names import DEFAULTS_OF_BEFORE
 from isogloss.flags.parse import line_about
 from isogloss.job.files import (
     files_in,
@@ -314,7 +315,8 @@ def check_identity(choice, checkpoint, identity):
     # flags that an older checkpoint lacks were as they are by default
     saved = {flag.name: flag.default for flag in fields(Config)}
     saved |= without_secrets(position_of(checkpoint)["run"])
-    identity = identity | {name: LEFT[name] for name in LEFT if name in saved}
+    identity = identity | {
+        name: default for name, default in DEFAULTS_OF_BEFORE.items() if name in saved}
     differing = [key for key, value in identity.items() if saved.get(key) != value]
     if not differing:
         return

@@ -51,7 +51,7 @@ def check_results(cfg):
     projection = projection_path(cfg)
     if cfg.learn_projection and projection.is_dir():
         raise ValueError(f"--output_dir {cfg.output_dir}: {projection.name} is a directory "
-                         "there, and --learn_projection writes a file; name another directory")
+                         "there, and learn_projection writes a file; name another directory")
     check_shared(f"--output_dir {cfg.output_dir}", checkpoint_folder(cfg))
     if cfg.export:
         _check_on_rank_0(check_writable, f"--export {cfg.export}", real_path(cfg.export).parent)

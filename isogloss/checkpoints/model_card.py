@@ -37,8 +37,8 @@ MEASURED = {
 # Flags that say nothing of how the student was made, or that stand in the table anyway.
 LEFT_OUT = {
     "student", "teacher", "teachers", "data", "eval_data", "output_dir", "export", "ds_config",
-    "resume", "wandb_project", "local_rank", "loss", "projection", "eval_task_data",
-    "rollout_command", "plugin", "trust_remote_code", "config", "teacher_cache",
+    "resume", "wandb_project", "local_rank", "loss", "projection", "eval_task_options",
+    "writer", "plugin", "trust_remote_code", "config", "teacher_cache",
     "teacher_tokenizer"}
 
 

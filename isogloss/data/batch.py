@@ -47,7 +47,8 @@ class PairOptions:
         same_tokenizer: its tokenizer is the student's.
         is_cached: what it says is looked up by the texts' keys.
         live_copies: of the loss, see `loss_table.LossSpec`; None: those of `Collator.sub_tiles`.
-        token_weights: "early" and "column" are made here, see `token_weights`; half_life: of early.
+        half_life: of weights that fall behind the learned tokens of a sample; 0: they do not.
+        weighs_rows: each sample counts by its weight.
     """
 
     encoder: TextEncoder
@@ -56,8 +57,8 @@ class PairOptions:
     same_tokenizer: bool = False
     is_cached: bool = False
     live_copies: float | None = None
-    token_weights: str = ""
-    half_life: float = 1.0
+    half_life: float = 0.0
+    weighs_rows: bool = False
 
 
 @dataclass
@@ -336,10 +337,10 @@ class Collator:
             in_rollout = (batch.teacher_chunk.flatten() >= 0) & is_rollout[sample]
             batch.rollout_positions = positions_by_sample(in_rollout, sample)
         batch.tiles = self._plan_tiles(pair, labels, batch, texts, is_rollout)
-        if pair.token_weights == "early":
+        if pair.half_life:
             batch = batch_types.weigh_positions(batch, early_weights(
                 student.labels, batch.sample_of_student, len(samples), pair.half_life))
-        if pair.token_weights == "column":
+        if pair.weighs_rows:
             weights = torch.tensor([sample.weight for sample in samples])
             batch = batch_types.weigh_positions(batch, weights[batch.sample_of_student])
         counts = self._count_pair(pair, samples, batch, student.logp, is_rollout)

@@ -139,7 +139,7 @@ class Example(NamedTuple):
     context: characters of a text, or messages of a chat, at its beginning that are read and from
         which nothing is learned.
     teacher_prompt: of a chat, messages that teachers alone read in front of it.
-    weight: value of the column --weight_key.
+    weight: value of the column weight_key.
     """
 
     content: object

@@ -72,7 +72,7 @@ def part_without_text(chat):
         for part in content if isinstance(content, list) else ():
             if not _has_text(part):
                 return (f": message {number} has a part of type {part['type']!r}, and models read "
-                        "text alone; --drop_images learns the text beside it")
+                        "text alone; drop_images of an entry of --data learns the text beside it")
     return None
 
 
@@ -107,7 +107,7 @@ def _problem_of_message(message):
         for key in EXCLUDING.keys() & message.keys():
             if message[key] not in (None, 0, 1):
                 return (f"has a {key!r} that is {message[key]!r:.40}, expected 0 or 1, or a truth "
-                        "value: a message is learned or not (--weight_key has weights of rows)")
+                        "value: a message is learned or not (weight_key has weights of rows)")
     if content is None and not _calls_of(message) and not _thought_in(message):
         return "has no content"
     return None

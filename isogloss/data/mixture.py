@@ -9,7 +9,7 @@ Tests: tests/test_mixture.py.
 """
 
 import bisect
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from fractions import Fraction
 from functools import lru_cache
 from pathlib import Path
@@ -18,18 +18,41 @@ from zlib import crc32
 import numpy as np
 
 from isogloss.flags.model_names import without_secrets
-from isogloss.flags.parse import check_entry, is_table, read_entries
+from isogloss.flags.parse import check_entry, check_flags, flag, is_table, read_entries
 
 BLOCK = 1000  # samples, more or less; not tuned
 
 # Flags that a source of a mixture may have for itself.
-SOURCE_FLAGS = ("data", "split", "text_key", "prompt_key", "completion_key", "tools_key",
-                "weight_key", "route_key", "teacher_prompt_key", "drop_images", "txt_samples",
-                "join_rows", "eval_rows", "eval_data", "eval_split")
+SOURCE_FLAGS = ("data", "split", "text_key", "prompt_key", "completion_key", "route_key",
+                "teacher_prompt_key", "join_rows", "eval_rows", "eval_data", "eval_split")
 EXAMPLE = '[{"data": "a.jsonl", "weight": 2}, {"data": "b.jsonl", "weight": 1}]'
 
 
 # --- what --data says -----------------------------------------------------------------------------
+
+
+@dataclass(kw_only=True)
+class SourceOptions:
+    """Hold what an entry of --data may say that is no flag.
+
+    Attributes:
+        tools_key: column of the tools that the assistant of a chat may call, if there is one, which
+            every chat template is shown.
+        weight_key: column of a number for each row, 0 or more, of --token_weights column.
+        drop_images: learn the text of chats with images or sounds, which are refused otherwise.
+        txt_samples: what a sample of a .txt file is: line, paragraph (between empty lines) or file.
+    """
+
+    tools_key: str = "tools"
+    weight_key: str = ""
+    drop_images: bool = False
+    txt_samples: str = flag("line", "", choices=("line", "paragraph", "file"))
+
+    def __post_init__(self):
+        try:
+            check_flags(self)
+        except ValueError as error:
+            raise ValueError(f"--data: {str(error).removeprefix('--')}") from None
 
 
 @dataclass
@@ -61,9 +84,12 @@ def sources_of(cfg):
     """
     if not is_table(cfg.data):
         return [Source("", cfg)]
-    keys = ("name", "weight", "route", *SOURCE_FLAGS)
+    own = [field.name for field in fields(SourceOptions)]
+    keys = ("name", "weight", "route", *SOURCE_FLAGS, *own)
     sources = []
-    for entry in read_entries("data", cfg.data, EXAMPLE):
+    entries = read_entries("data", cfg.data, EXAMPLE)
+    is_alone = len(entries) == 1 and not entries[0].keys() & {"name", "weight", "route"}
+    for entry in entries:
         path = entry.get("data")
         if not isinstance(path, str) or is_table(path) or not path:
             raise ValueError(f"--data: an entry names no data; expected {EXAMPLE}")
@@ -74,10 +100,13 @@ def sources_of(cfg):
             raise ValueError(f"--data: route {route!r} of {name} with a route_key: both choose "
                              "among teachers; drop one")
         flags = {key: entry[key] for key in SOURCE_FLAGS if key in entry}
-        sources.append(Source(name, cfg.of_source(flags), entry.get("weight"), route))
+        options = SourceOptions(**{key: entry[key] for key in own if key in entry})
+        sources.append(Source(name, cfg.of_source(flags, options), entry.get("weight"), route))
     if any(source.chooses for source in sources):
         for source in sources:  # rows without a route: for teachers without routes
             source.route = source.route if source.chooses else None
+    if is_alone:  # as data that a path names
+        sources[0].name, sources[0].weight = "", 1
     weighted = [source.weight is not None for source in sources]
     if any(weighted) != all(weighted) or (cfg.streaming and not all(weighted)):
         name = sources[weighted.index(False)].name

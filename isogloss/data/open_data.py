@@ -163,8 +163,8 @@ def _open_files(request, splits):
         if not any(os.path.getsize(file) for file in files):
             raise DataError(f"--data {source}: {checks.EMPTY_DATA}")
     if request.txt_samples != "line" and kind != "text":
-        raise DataError(f"--txt_samples {request.txt_samples}: is for .txt files, and {source} "
-                        "holds none; leave it out")
+        raise DataError(f"--data: txt_samples {request.txt_samples}: is for .txt files, and "
+                        f"{source} holds none; leave it out")
     if kind == "text" and request.streaming and request.txt_samples == "line":
         return _open_rows(request, kind, {"text": datasets.Value("string")}, wanted)
     if kind == "text":
@@ -252,8 +252,8 @@ def _lacks(request, place, name, columns):
     names = ", ".join(columns)
     hint = "; name one of them with --text_key" if name == request.text_key else ""
     if place == request.source and not hint:
-        flag = request.plain_keys.get(name, "prompt_key")
-        return f"--{flag} {name}: no such column; it has {names}"
+        flag = request.plain_keys.get(name, "--prompt_key")
+        return f"{flag} {name}: no such column; it has {names}"
     return f"--data {place}: no column {name!r}; it has {names}{hint}"
 
 

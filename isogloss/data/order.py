@@ -179,8 +179,8 @@ def check_weights(parts):
         is_stream = isinstance(dataset, datasets.IterableDataset)
         if is_stream or not reader.weight_key or any(dataset[reader.weight_key]):
             return
-    raise DataError(f"--weight_key {reader.weight_key}: every row weighs 0, so that no teacher "
-                    "teaches anything; name another column")
+    raise DataError(f"--data: weight_key {reader.weight_key}: every row weighs 0, so that no "
+                    "teacher teaches anything; name another column")
 
 
 def check_taught(parts, collator, names, prompter=None):

@@ -154,7 +154,7 @@ def check_sandbox(name, unsafe):
     reason = None if unsafe else sandbox.why_unavailable()
     if reason:
         raise ValueError(f"{name} runs what the model writes: {reason}; or allow it to do all that "
-                         "you can, with --allow_unsafe_code")
+                         "you can, with allow_unsafe_code")
 
 
 def pass_at(k, num_answers, num_right):

@@ -17,7 +17,8 @@ import torch.distributed as dist
 from isogloss.data.ends import stop_ids
 from isogloss.evaluation import harness
 from isogloss.evaluation.task_model import GaveUp, TaskEncoder, evaluation_mode
-from isogloss.evaluation.task_options import TaskOptions
+from isogloss.flags.parse import read_options
+from isogloss.flags.task_options import TaskOptions
 from isogloss.student.whole_student import lend
 
 
@@ -134,10 +135,8 @@ def load_student_tasks(cfg, student, config):
     """
     try:
         options = TaskOptions(
-            data=cfg.eval_task_data, shots=cfg.eval_task_shots, limit=cfg.eval_task_limit,
-            batch_size=cfg.eval_task_batch, samples=cfg.eval_task_samples,
-            temperature=cfg.eval_task_temperature, seed=cfg.seed,
-            allow_unsafe_code=cfg.allow_unsafe_code, trust_remote_code=cfg.trust_remote_code)
+            **read_options(cfg, "eval_task_options"), seed=cfg.seed,
+            trust_remote_code=cfg.trust_remote_code)
         encoder = TaskEncoder(student.tokenizer, config, stop_ids(student))
         return load_suite(cfg.eval_tasks.split(","), options, encoder, rank=dist.get_rank(),
                           size=dist.get_world_size())

@@ -11,12 +11,15 @@ Fire reads the values.  The words around them are read here, because fire alone
 
 import dataclasses
 import difflib
+import inspect
+import json
 import math
 import os
 import re
 import sys
+from collections.abc import Callable
 from contextlib import contextmanager
-from dataclasses import MISSING, fields
+from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
 
 from fire.parser import DefaultParseValue
@@ -31,7 +34,7 @@ OLD_NAMES = {"student_model": "student", "teacher_model": "teacher"}
 
 # Flags of any command line that name a file, a directory, or a model by its directory.
 PATH_FLAGS = frozenset("""assets config data ds_config dump_losses embedding_model eval_data
-    eval_task_data export golden model other output output_dir png projection recipe resume run
+    export golden model other output output_dir png projection recipe resume run
     student teacher teacher_cache teacher_tokenizer texts tokenizer""".split())
 # Those that are written, over a scratch file beside them with a longer name.
 WRITTEN = frozenset(("dump_losses", "export", "output", "output_dir", "png"))
@@ -50,7 +53,7 @@ MOST_SLOTS = 1024
 # --- one entry a flag -----------------------------------------------------------------------------
 
 
-def flag(default, about, *, low=None, high=None, choices=(), free=False, key=""):
+def flag(default, about, *, low=None, high=None, choices=(), free=False, key="", options=None):
     """Return a field of a dataclass that is a flag; help, bounds and checks follow from it.
 
     Args:
@@ -60,9 +63,11 @@ def flag(default, about, *, low=None, high=None, choices=(), free=False, key="")
         choices: the texts that it takes, or a function that lists them; read when it is checked.
         free: it may change when a run resumes; all others decide what is learned.
         key: its name in an entry of --teachers; empty: it is of the whole run.
+        options: it is a JSON object; the Options that it takes, or a function of the instance that
+            returns them; read when it is checked.
     """
     return dataclasses.field(default=default, metadata=dict(
-        about=about, low=low, high=high, choices=choices, free=free, key=key))
+        about=about, low=low, high=high, choices=choices, free=free, key=key, options=options))
 
 
 def shared(kind, name, default=...):
@@ -111,6 +116,8 @@ def check_flags(config):
         if value != entry.default and value not in (choices_of(entry) or [value]):
             raise ValueError(f"--{entry.name} {value}: expected one of "
                              f"{', '.join(choices_of(entry))}")
+        if value and entry.metadata.get("options"):
+            setattr(config, entry.name, options_text(config, entry.name))
 
 
 # --- values ---------------------------------------------------------------------------------------
@@ -144,7 +151,10 @@ def check_types(config):
         ValueError: a value is of another type, not finite, or a path that cannot be one.
     """
     for field in fields(config):
-        value = typed(field.name, getattr(config, field.name), field.type)
+        value = getattr(config, field.name)
+        if isinstance(value, dict) and field.metadata.get("options"):
+            value = json.dumps(value)
+        value = typed(field.name, value, field.type)
         if field.type is float and not math.isfinite(value):
             raise ValueError(f"--{field.name} {value}: expected a number")
         if field.name in PATH_FLAGS and value != field.default:
@@ -192,6 +202,79 @@ def shipped(path):
             if os.path.exists(os.path.join(folder, path)):
                 return os.path.join(folder, path)
     return path
+
+
+# --- options: a flag that is a JSON object --------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Options:
+    """Hold what a flag takes that is a JSON object, as --loss_options.
+
+    Attributes:
+        owner: whose options they are, for errors.
+        defaults: {option: its default}, by whose type a value is read.
+        check: function of all options as keywords; raises a ValueError.
+    """
+
+    owner: str
+    defaults: dict
+    check: Callable = dict
+
+
+def keywords_of(function, leave_out=()):
+    """Return {name: default} of a function's parameters, of those that are numbers or words."""
+    defaults = {}
+    for name, parameter in inspect.signature(function).parameters.items():
+        default = parameter.default
+        if isinstance(default, (bool, int, float, str)) and name not in leave_out:
+            is_float = parameter.annotation in (float, "float")  # its default may be 1
+            defaults[name] = float(default) if is_float else default
+    return defaults
+
+
+def read_options(config, name):
+    """Return {option: value} of a flag that is a JSON object, with those that it does not name.
+
+    Raises:
+        ValueError: it is no JSON object, or an option is unknown or has a wrong value.
+    """
+    options = options_for(config, name)
+    text = getattr(config, name)
+    given = parse_json(f"--{name}", text, "; expected a JSON object") if text else {}
+    if not isinstance(given, dict):
+        raise ValueError(f"--{name} {text}: expected a JSON object")
+    values = dict(options.defaults)
+    for option, value in given.items():
+        if option not in values:
+            known = f"has {', '.join(values)}" if values else "takes none"
+            raise ValueError(f"--{name}: unknown option {option!r}; {options.owner} {known}")
+        values[option] = typed(f"{name} {option}", value, type(values[option]))
+        if isinstance(value, float) and not math.isfinite(value):
+            raise ValueError(f"--{name}: {option}={value}: expected a number")
+    try:
+        options.check(**values)
+    except ValueError as error:
+        raise ValueError(f"--{name}: {str(error).removeprefix('--')}") from None
+    return values
+
+
+def options_for(config, name):
+    """Return the Options of a flag that is a JSON object."""
+    options = config.__dataclass_fields__[name].metadata["options"]
+    return options(config) if callable(options) else options
+
+
+def options_text(config, name):
+    """Return a flag that is a JSON object, sorted and without defaults; empty: they are all.
+
+    So a run has one identity, however its options were written.
+    """
+    defaults = options_for(config, name).defaults
+    values = read_options(config, name)
+    given = {option: values[option] for option in sorted(values)
+             if values[option] != defaults[option]}
+    return json.dumps(given) if given else ""
 
 
 # --- tables ---------------------------------------------------------------------------------------

@@ -28,8 +28,6 @@ EXCLUDES = [
      ", which writes from the beginning of one row; leave out one of them"),
     ("join_rows", "prompt_key", ", whose rows are one prompt each; leave out one of them"),
     ("join_rows", "route_key", ", which chooses teachers for one row; leave out one of them"),
-    ("join_rows", "weight_key", ", which weighs one row; leave out one of them"),
-    ("weight_key", "on_policy", ", whose texts are not in the data; leave out one of them"),
     ("join_rows", "teacher_cache", ", which holds what is said of one row; leave out one of them"),
     ("lora_r", "from_scratch", ", whose frozen weights would be random; leave out one of them"),
     ("lora_r", "pipeline_parallel",
@@ -37,16 +35,14 @@ EXCLUDES = [
     ("train_only", "from_scratch", ", whose frozen weights would be random; leave out one of them"),
     ("train_only", "pipeline_parallel",
      ", whose stages are trained alike; use ZeRO-3, or leave out one of them"),
-    *[("quantize", name, ", which reads whole weights; leave out one of them")
-      for name in ("writer", "rollout_command")],
+    ("quantize", "writer", ", which reads whole weights; leave out one of them"),
     ("freeze_router", "router_weight", ", which trains it; leave out one of them"),
     *[(name, "pipeline_parallel", ", whose stages know their own layers alone; leave out one of "
        "them") for name in ("freeze_router", "router_weight")],
-    ("writer", "rollout_command", ": both say what writes; leave out one of them"),
     ("dump_losses", "sequence_parallel", ", whose ranks hold parts of rows; leave out one of them"),
     ("pipeline_parallel", "sequence_parallel", ": these do not go together; leave out one of them"),
-    *[(name, "pipeline_parallel", ", whose stages share no weights; use ZeRO-3, or let the student "
-       "itself write") for name in ("writer", "rollout_command")],
+    ("writer", "pipeline_parallel", ", whose stages share no weights; use ZeRO-3, or let the "
+     "student itself write"),
 ]
 
 # Flags of the group on-policy that others read, too, and what those are.
@@ -73,9 +69,8 @@ def check_idle(cfg):
     """
     groups = groups_of(type(cfg))
     idle = [
-        ("projection_learning_rate", ["learn_projection"], "is for --learn_projection; add it"),
         ("teacher_weights", ["teachers"], "is for several teachers; list them with --teachers"),
-        ("max_ratio", ["rollout_every", "writer", "rollout_command"],
+        ("max_ratio", ["rollout_every", "writer"],
          "weighs rollouts of earlier steps, and each step has its own; add --rollout_every"),
     ]
     for name in groups["on-policy"]:

@@ -24,6 +24,7 @@ from transformers import AutoTokenizer, TrainingArguments
 from isogloss.align import TokenTable
 from isogloss.config import Config, loss_flags, template_kwargs
 from isogloss.data.batch import Collator, PairOptions
+from isogloss.data.mixture import SourceOptions
 from isogloss.data.order import ExampleReader
 from isogloss.data.sample import TextEncoder
 from isogloss.inputs import with_common_ids
@@ -36,9 +37,8 @@ from isogloss.teachers.model import ModelSpec
 from isogloss.tiles import StoredLogits, head_of
 
 # Flags of distill.py that mean something here.
-FLAGS = {"loss", "kd_weight", "ce_weight", "max_length", "teacher_max_length", "train_on",
-         "template_kwargs", "chat_date", "aligner", "drop_images", "token_weights",
-         "token_half_life"}
+FLAGS = {"loss", "loss_options", "kd_weight", "ce_weight", "max_length", "teacher_max_length",
+         "train_on", "template_kwargs", "chat_date", "aligner", "drop_images", "token_weights"}
 # {columns of a row: flags of distill.py that say so}, as TRL names them
 COLUMNS = {("messages",): {"text_key": "messages"},
            ("prompt", "completion"): {"prompt_key": "prompt", "completion_key": "completion"},
@@ -93,7 +93,6 @@ class Distillation:
         self.device = None
         self.to(teacher.device)
         pair = PairOptions(self.encoder, self.setup.loss.spelling,
-                           token_weights=self.cfg.token_weights,
                            half_life=self.cfg.token_half_life)
         self.collator = Collator(self.student, [pair], self.cfg.train_on, self.cfg.aligner)
 
@@ -104,8 +103,10 @@ class Distillation:
         self.device = torch.device(device)
         model = self.model.to(self.device)
         vocab = len(self.encoder.table)
-        # all columns: which of them matter most would be a question to all ranks
-        cfg = replace(self.cfg, projection_topk=vocab)
+        options = self.cfg.options_of_loss
+        if "projection_topk" in options:  # all: which matter most would be a question to all ranks
+            options["projection_topk"] = vocab
+        cfg = replace(self.cfg, loss_options=options)
         spec = ModelSpec(path="teacher", vocab=vocab, device=self.device)
         self.setup = TeacherSetup.of(
             "teacher", cfg, self.encoder, spec, student=self.student, device=self.device)
@@ -162,12 +163,19 @@ class Distillation:
 
 def config_of(flags):
     """Return the Config of the flags; others than `FLAGS` and those of losses are refused."""
-    known = FLAGS | set(loss_flags()) - {"projection_topk"}
+    known = FLAGS | set(loss_flags())
     for name in flags:
         if name not in known:
             raise ValueError(f"{name}={flags[name]!r}: no such flag here; they are "
                              f"{', '.join(sorted(known))}")
-    return Config(student="student", teacher="teacher", data="rows", **flags)
+    options = SourceOptions(drop_images=flags.pop("drop_images", False))
+    cfg = Config(student="student", teacher="teacher", data="rows", **flags)
+    cfg.source_options = options
+    for option in ("learn_projection", "projection_topk"):
+        if f'"{option}"' in cfg.loss_options:
+            raise ValueError(f"loss_options={flags['loss_options']!r}: {option} has no part here; "
+                             "leave it out")
+    return cfg
 
 
 def reader_of(row, cfg):
@@ -180,7 +188,7 @@ def reader_of(row, cfg):
             key = keys.get("completion_key") or keys["text_key"]
             return ExampleReader(
                 key, prompt_key=keys.get("prompt_key", ""), is_completion="prompt_key" in keys,
-                source="rows", tools_key="tools", drop_images=cfg.drop_images,
+                source="rows", tools_key="tools", drop_images=cfg.source_options.drop_images,
                 filled=frozenset(["tools", *names]))
     raise ValueError(f"a row has the columns {', '.join(row)}; expected text, messages, or prompt "
                      "and completion")

@@ -4,12 +4,14 @@ A loss is a function of losses.py, or yours, and one entry in `LOSSES`; see docs
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 
 import torch
 
 from isogloss import losses
+from isogloss.flags.parse import keywords_of
+from isogloss.loss_bounds import CHOICES, NUMBERS, Bounds, check_value
 from isogloss.models.compiler import loss_compiler, plain
 from isogloss.nodes import Tables, with_rest
 from isogloss.projection_tools.cells import cached_translation
@@ -21,6 +23,14 @@ from isogloss.translation import CellColumns, cell_coverage, root_values, transl
 DEFAULT_COPIES = GPU_SUB_TILES.live_copies
 # Where the gradient is written out an evaluation has most of them: upcasts and masses, no graph.
 WRITTEN_COPIES = 3.3
+AUTO_WEIGHT = -1.0  # matched_weight: as large as the common part of the teacher's vocabulary
+# of options that only the job has
+OF_JOB = {
+    "matched_weight": Bounds(0, 1),
+    "projection_topk": Bounds(1, 2**20, is_whole=True),
+    "projection_learning_rate": Bounds(0, 1e3),
+}
+BOUNDS = NUMBERS | OF_JOB
 
 
 @dataclass
@@ -70,14 +80,13 @@ def projected(name, **options):
     return build
 
 
-def build_per_chunk(cfg, pair, device, has_rest=False, *, loss, flag_of):
+def build_per_chunk(cfg, pair, device, has_rest=False, *, loss):
     """Build a loss that compares whole chunks and needs nothing but their ids.
 
     Args:
         loss: such as `losses.uld`.
-        flag_of: {parameter of the loss: flag}.
     """
-    parameters = {name: getattr(cfg, flag) for name, flag in flag_of.items()}
+    parameters = {"temperature": cfg.temperature} | cfg.options_of_loss
 
     def loss_fn(student_logits, teacher_logits, sub_tile):
         ids = batch_of_one(sub_tile)
@@ -89,9 +98,10 @@ def build_per_chunk(cfg, pair, device, has_rest=False, *, loss, flag_of):
     return DistillationLoss(loss_fn)
 
 
-def build_divergence(cfg, pair, device, has_rest=False, *, divergence, flag_of):
+def build_divergence(cfg, pair, device, has_rest=False, *, divergence):
     """Build a divergence: of positions where the tokenizers are equal, else of translated nodes."""
-    parameters = {name: getattr(cfg, flag) for name, flag in flag_of.items()}
+    parameters = dict(temperature=cfg.temperature, top_k=cfg.loss_topk, support=cfg.loss_topk_of)
+    parameters |= cfg.options_of_loss
     compiler = loss_compiler(cfg.loss_backend, torch.device(device).type)
     are_equal = pair.fingerprints[0] == pair.fingerprints[1]
     if has_rest and cfg.follows_student:
@@ -212,11 +222,15 @@ class LossSpec:
             teacher's rows are truncated, as those of `tiles.TopKLogits`.
         needs: what it works on: "spellings", "projection" or "chunks".
         flags: flags of config.py that it reads; they may differ for each of several teachers.
-        columns: it compares only the `--projection_topk` most important teacher columns.
+        options: {keyword of --loss_options: its default}.  `loss_bounds` bounds the names that it
+            knows.
+        columns: it compares only the most important teacher columns, as many as its option
+            projection_topk says.
         truncated: how it reads truncated rows: "softened" by --temperature, of the "text" the
             probabilities alone, or "": it is not defined on them.
-        linear_unless: a flag; where it is not set, the gradient is linear in the teacher's
-            probabilities, so that estimates of these without bias will do. "": it never is.
+        linear_unless: a flag or an option; where it is not set, the gradient is linear in the
+            teacher's probabilities, so that estimates of these without bias will do. "": it never
+            is.
         live_copies: how often the logits of a sub-tile are in a GPU's memory at the peak of the
             loss and the cross-entropy, in float32, at temperature 1 with all columns; what
             `benchmarks/dry_gpu.py` counts, and a tenth more.
@@ -225,6 +239,7 @@ class LossSpec:
     build: Callable
     needs: str
     flags: tuple = ("temperature",)
+    options: dict = field(default_factory=dict)
     columns: bool = False
     truncated: str = ""
     linear_unless: str = ""
@@ -232,57 +247,67 @@ class LossSpec:
 
     def reads_draws(self, cfg):
         """Tell whether it takes tokens that were drawn for all others."""
-        return bool(self.linear_unless) and not getattr(cfg, self.linear_unless)
+        settings = vars(cfg) | cfg.options_of_loss
+        return bool(self.linear_unless) and not settings[self.linear_unless]
+
+    def check_options(self, **options):
+        """Raise a ValueError for an option beyond its bounds."""
+        for name, value in options.items():
+            # a default may stand for a rule, as of matched_weight
+            if name in BOUNDS | CHOICES and value != self.options[name]:
+                check_value(name, value, BOUNDS)
 
 
-def per_chunk(loss, truncated="", live_copies=DEFAULT_COPIES, **flag_of):
-    """Return the entry of a loss with the parameters of `losses.uld`.
+def options_of(loss):
+    """Return {keyword: default} of a loss that --loss_options may set."""
+    return keywords_of(loss, leave_out=GIVEN)
+
+
+def per_chunk(loss, truncated="", live_copies=DEFAULT_COPIES):
+    """Return the entry of a loss with the parameters of `losses.uld`, and options of its own.
 
     Args:
         truncated, live_copies: see LossSpec.
-        flag_of: {parameter of the loss: flag} beside the temperature.
     """
-    flag_of = {"temperature": "temperature"} | flag_of
-    build = partial(build_per_chunk, loss=loss, flag_of=flag_of)
-    return LossSpec(build, "chunks", tuple(flag_of.values()), truncated=truncated,
-                    live_copies=live_copies)
+    return LossSpec(partial(build_per_chunk, loss=loss), "chunks", options=options_of(loss),
+                    truncated=truncated, live_copies=live_copies)
 
 
-def divergence_loss(divergence, live_copies=DEFAULT_COPIES, **flag_of):
+def divergence_loss(divergence, live_copies=DEFAULT_COPIES):
     """Return the entry of a divergence between two models, likewise."""
-    shared = {"temperature": "temperature", "top_k": "loss_topk", "support": "loss_topk_of"}
-    flag_of = shared | flag_of
-    build = partial(build_divergence, divergence=divergence, flag_of=flag_of)
     linear_unless = "loss_topk" if divergence is losses.forward_kl else ""
-    return LossSpec(build, "spellings", tuple(flag_of.values()), truncated="softened",
-                    linear_unless=linear_unless, live_copies=live_copies)
+    return LossSpec(
+        partial(build_divergence, divergence=divergence), "spellings",
+        ("temperature", "loss_topk", "loss_topk_of"), options_of(divergence),
+        truncated="softened", linear_unless=linear_unless, live_copies=live_copies)
 
 
-# {--token_weights: the flags that it reads}
-FLAGS_OF_WEIGHTS = {"early": ["token_half_life"], "column": ["weight_key"]}
-# of the losses that compare common tokens by KL and the rest by rank
-COMMON_FLAGS = "temperature", "projection", "uncommon_topk", "chunk_average", "reverse_kl"
+# keywords of losses that are flags, or that the job sets itself
+GIVEN = ("temperature", "teacher_temperature", "top_k", "support", "tail", "reduction", "has_rest")
+OF_PROJECTION = {"projection_topk": 8192, "learn_projection": False,
+                 "projection_learning_rate": 0.0}
+PROJECTED = "temperature", "projection"  # flags of the losses that have a projection
+OF_GOLD = options_of(losses.gold)
 
 LOSSES: dict[str, LossSpec] = {
     "piece_kl": divergence_loss(losses.forward_kl, 6.3),
     "projection_kl": LossSpec(
-        projected("build_projection_kl"), "projection",
-        ("temperature", "projection", "projection_topk", "chunk_average", "reverse_kl"),
-        columns=True, truncated="softened", linear_unless="reverse_kl", live_copies=4.2),
-    "gold": LossSpec(projected("build_gold"), "projection", COMMON_FLAGS, live_copies=6.4),
+        projected("build_projection_kl"), "projection", PROJECTED,
+        options_of(losses.projection_kl) | OF_PROJECTION, columns=True, truncated="softened",
+        linear_unless="reverse", live_copies=4.2),
+    "gold": LossSpec(projected("build_gold"), "projection", PROJECTED, OF_GOLD, live_copies=6.4),
     "h_kl": LossSpec(
-        projected("build_gold", relaxed=True), "projection", COMMON_FLAGS, live_copies=6.4),
+        projected("build_gold", relaxed=True), "projection", PROJECTED, OF_GOLD, live_copies=6.4),
     "uld": per_chunk(losses.uld, live_copies=5.8),
-    "hybrid_uld": LossSpec(
-        projected("build_hybrid_uld"), "projection",
-        ("temperature", "projection", "matched_weight")),
+    "hybrid_uld": LossSpec(projected("build_hybrid_uld"), "projection", PROJECTED,
+                           {"matched_weight": AUTO_WEIGHT}),
     "alm": per_chunk(losses.alm, "text", live_copies=2.2),
     "forward_kl": divergence_loss(losses.forward_kl, 6.3),
     "reverse_kl": divergence_loss(losses.reverse_kl, 6.7),
-    "generalized_jsd": divergence_loss(losses.generalized_jsd, 7.4, beta="jsd_beta"),
-    "skew_forward_kl": divergence_loss(losses.skew_forward_kl, 7.3, skew="skew_lambda"),
-    "skew_reverse_kl": divergence_loss(losses.skew_reverse_kl, 7.0, skew="skew_lambda"),
-    "adaptive_kl": divergence_loss(losses.adaptive_kl, 7.8, alpha="akl_alpha"),
+    "generalized_jsd": divergence_loss(losses.generalized_jsd, 7.4),
+    "skew_forward_kl": divergence_loss(losses.skew_forward_kl, 7.3),
+    "skew_reverse_kl": divergence_loss(losses.skew_reverse_kl, 7.0),
+    "adaptive_kl": divergence_loss(losses.adaptive_kl, 7.8),
     "total_variation": divergence_loss(losses.total_variation, 6.3),
 }
 
@@ -290,7 +315,7 @@ LOSSES: dict[str, LossSpec] = {
 def flags_of_teacher(cfg):
     """Return the flags that the only teacher of a run and its loss read, of those of teachers."""
     kind = cfg.teacher_kind
-    flags = {*LOSSES[cfg.loss].flags, *FLAGS_OF_WEIGHTS.get(cfg.token_weights, ())}
+    flags = {"loss_options", *LOSSES[cfg.loss].flags}
     if not cfg.loss_topk:
         flags.discard("loss_topk_of")
     if kind.has_weights:

@@ -3,7 +3,7 @@
 import torch
 
 from isogloss import losses
-from isogloss.objective.loss_table import DistillationLoss, batch_of_one
+from isogloss.objective.loss_table import AUTO_WEIGHT, DistillationLoss, batch_of_one
 from isogloss.projection_tools.build import cached_projection
 from isogloss.projection_tools.projection_files import as_tables, load_projection
 
@@ -41,20 +41,22 @@ class LearnedProjection:
         """Return what a projection file holds, rows sorted by weight again."""
         weights, order = self.likelihoods(scores).detach().sort(dim=1, descending=True, stable=True)
         arrays = self.indices_VK.gather(1, order).cpu().numpy(), weights.cpu().numpy()
-        return as_tables(arrays, self.pair, "distill.py --learn_projection")
+        return as_tables(arrays, self.pair, "distill.py, learn_projection")
 
 
 def build_projection_kl(cfg, pair, device, has_rest=False):
     indices, likelihoods = _projection(cfg, pair, device)
+    options = cfg.options_of_loss
     learned = LearnedProjection(indices, likelihoods, pair) if cfg.learn_projection else None
     # Entries of a learned projection hold their place in it, where the weight is looked up anew
     # in every step.
     places = torch.arange(indices.numel(), device=device).view_as(indices)
     source = places if learned else likelihoods
 
-    if has_rest and cfg.chunk_average == "logp":
-        raise ValueError("--chunk_average logp: a mean of logarithms needs all of the teacher's "
-                         "tokens, and of this teacher some are kept; keep hidden states")
+    if has_rest and options["chunk_average"] == "logp":
+        raise ValueError("--loss_options: chunk_average logp: a mean of logarithms needs all "
+                         "of the teacher's tokens, and of this teacher some are kept; keep hidden "
+                         "states")
     num_tokens = len(pair.tables[1])
     # slots of a learned projection may get any weight
     weights = torch.ones_like(likelihoods) if learned else likelihoods
@@ -74,9 +76,9 @@ def build_projection_kl(cfg, pair, device, has_rest=False):
             ids = batch_of_one(sub_tile)
             return losses.projection_kl(
                 student_logits[None], teacher_logits[None], ids.student_chunk, ids.teacher_chunk,
-                indices, likelihoods, temperature=cfg.temperature,
-                chunk_average=cfg.chunk_average, reverse=cfg.reverse_kl, weight_BS=ids.weight,
-                entries=entries, chunks=sub_tile.terms, has_rest=has_rest, observe=observe)[0]
+                indices, likelihoods, temperature=cfg.temperature, weight_BS=ids.weight,
+                entries=entries, chunks=sub_tile.terms, has_rest=has_rest, observe=observe,
+                chunk_average=options["chunk_average"], reverse=options["reverse"])[0]
 
         return loss_fn
 
@@ -108,21 +110,22 @@ def _common_and_rest(cfg, pair, device, relaxed=False):
 
 def build_gold(cfg, pair, device, has_rest=False, *, relaxed=False):
     indices, common, rest = _common_and_rest(cfg, pair, device, relaxed)
+    options = cfg.options_of_loss
 
     def loss_fn(student_logits, teacher_logits, sub_tile, observe=None):
         ids = batch_of_one(sub_tile)
         return losses.gold(
             student_logits[None], teacher_logits[None], ids.student_chunk, ids.teacher_chunk,
-            *common, temperature=cfg.temperature, uncommon_topk=cfg.uncommon_topk,
-            chunk_average=cfg.chunk_average, reverse=cfg.reverse_kl, weight_BS=ids.weight,
-            chunks=sub_tile.terms, rest=rest, observe=observe)[0]
+            *common, temperature=cfg.temperature, weight_BS=ids.weight, chunks=sub_tile.terms,
+            rest=rest, observe=observe, **options)[0]
 
     return DistillationLoss(loss_fn, indices_VK=indices, is_observed=True)
 
 
 def build_hybrid_uld(cfg, pair, device, has_rest=False):
     indices, common, rest = _common_and_rest(cfg, pair, device)
-    matched_weight = None if cfg.matched_weight < 0 else cfg.matched_weight
+    matched_weight = cfg.options_of_loss["matched_weight"]
+    matched_weight = None if matched_weight == AUTO_WEIGHT else matched_weight
 
     def loss_fn(student_logits, teacher_logits, sub_tile):
         ids = batch_of_one(sub_tile)

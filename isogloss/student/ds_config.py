@@ -106,7 +106,7 @@ def resolve_ds_config(config, cfg, num_ranks, hidden_size, bf16, *, on_gpu=False
 
     Args:
         config: dict of `read_ds_config`, left as it is.
-        cfg: the flags ds_config, sequence_parallel, pipeline_parallel, log_comms,
+        cfg: the flags ds_config, sequence_parallel, pipeline_parallel,
             wandb_project, learning_rate and steps.
         num_ranks: ranks of the student.
         hidden_size: of the student.
@@ -123,8 +123,6 @@ def resolve_ds_config(config, cfg, num_ranks, hidden_size, bf16, *, on_gpu=False
     config["train_batch_size"] = sizes.train_batch_size * cfg.sequence_parallel
     config["train_micro_batch_size_per_gpu"] = sizes.micro_batch_size
     config["gradient_accumulation_steps"] = sizes.grad_accum_steps
-    if cfg.log_comms:
-        config["comms_logger"] = config.get("comms_logger", {}) | {"enabled": True}
     if cfg.wandb_project:
         config["wandb"] = config.get("wandb", {}) | {
             "enabled": True, "project": cfg.wandb_project}

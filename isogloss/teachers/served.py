@@ -27,6 +27,7 @@ from isogloss.tiles import TopKLogits
 # Entries that the answer to one request holds, at most: about 20 MB of JSON.  A text is never cut.
 # Not tuned: larger answers save requests, smaller ones spread over more threads.
 MOST_ENTRIES = 2**18
+CONNECTIONS = 8  # requests of a rank that a server has at a time.  Not tuned.
 START_TIMEOUT = 60.0  # seconds, before the first step: who misspells an address waits no longer
 SLACK = 0.01  # by which probabilities may exceed 1 together, or miss it where all are named
 LEAST_REST = 1e-7  # what is left of 1 after a float32 sum; less of it is noise
@@ -210,7 +211,7 @@ class ServedSpec(TeacherSpec):
     Attributes:
         output_topk: tokens that it names of each position; 0: the text's own alone.
         tokenizer: hub id or directory of the model's tokenizer and config.
-        timeout, connections: see `text_server.TextServer` and `Requests`.
+        timeout: see `text_server.TextServer`.
         sequence_parallel_size: neighboring ranks that hold shards of the same texts.
         trust_remote_code: run the Python code that comes with the tokenizer.
     """
@@ -218,7 +219,6 @@ class ServedSpec(TeacherSpec):
     output_topk: int = 256
     tokenizer: str = ""
     timeout: float = 600.0
-    connections: int = 8
     sequence_parallel_size: int = 1
     trust_remote_code: bool = False
 
@@ -271,7 +271,7 @@ class ServedSpec(TeacherSpec):
         return cls(
             path=cfg.teacher, vocab=len(encoder.table), device=device, output="topk",
             output_topk=cfg.teacher_output_topk, tokenizer=cfg.teacher_tokenizer,
-            timeout=cfg.teacher_timeout, connections=cfg.teacher_connections,
+            timeout=cfg.teacher_timeout,
             sequence_parallel_size=cfg.sequence_parallel, trust_remote_code=cfg.trust_remote_code)
 
     def load(self):
@@ -297,7 +297,7 @@ class ServedTeacher(TeacherSource):
         self.model = self.server.describe()
         config = load_config("teacher", spec.tokenizer, spec.trust_remote_code)
         self.model_vocab = config.get_text_config().vocab_size
-        self.requests = Requests(spec.connections)
+        self.requests = Requests(CONNECTIONS)
         self.pending = deque()  # (texts, futures) of batches that were not read yet
         self.group = None
         if spec.sequence_parallel_size > 1:

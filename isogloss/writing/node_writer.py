@@ -61,10 +61,10 @@ class NodeWriter:
         if self.cfg.writer == "vllm" and importlib.util.find_spec("vllm") is None:
             raise ValueError(
                 "--writer vllm: there is no vllm here; install it, or name a Python that has it: "
-                '--rollout_command "/env/bin/python -m isogloss.vllm_writer"')
+                '--writer "/env/bin/python -m isogloss.vllm_writer"')
         check_command(command)
         if os.environ["LOCAL_RANK"] == "0":
-            self.process = WriterProcess(command, self.cfg.rollout_timeout)
+            self.process = WriterProcess(command)
             self.thread = ThreadPoolExecutor(1)
 
     def begin(self, starts, patience=0.0):

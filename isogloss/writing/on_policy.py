@@ -588,8 +588,8 @@ class RolloutHook:
             if gap is not None and not gap <= state.cfg.max_logp_gap:  # NaN too
                 raise WriterError(
                     "what writes has other weights than the student: the log-probabilities of its "
-                    f"tokens differ by {gap:.3g} nats on average (--max_logp_gap "
-                    f"{state.cfg.max_logp_gap})")
+                    f"tokens differ by {gap:.3g} nats on average (at most "
+                    f"{state.cfg.max_logp_gap} is rounding)")
 
     def after_step(self, report, micro_batches, parts):
         names = [setup.name for setup in self.state.teachers]

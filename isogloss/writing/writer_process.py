@@ -1,7 +1,7 @@
 """Let another process write: an engine with an interpreter and packages of its own.
 
 vLLM and SGLang need other versions of torch and transformers than this job, so such an engine is
-a command that the first rank of every node starts (`--rollout_command`).  They talk in lines of
+a command that the first rank of every node starts (`--writer`).  They talk in lines of
 JSON through its standard input and output, in token ids, never in text:
 
     {"do": "load", "model": directory of its config.json, "dtype": "bfloat16", "max_length": 2048,
@@ -44,6 +44,7 @@ from isogloss.rollout import Completion
 OF_RANKS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 KEEPER = Path(__file__).with_name("kept_process.py")
 LOADING_SECONDS = 3600.0  # before the first step, when the other ranks wait for two hours
+ANSWER_SECONDS = 800.0  # collectives of the other ranks wait for half an hour
 PERIOD = 0.2  # seconds between looks at the signals
 MOST_BYTES = 2**16  # of an answer, and what a completion may add
 BYTES_PER_TOKEN = 64  # an id and a log-probability take 30
@@ -57,8 +58,9 @@ def check_command(command):
     """Raise a ValueError where a command names no program."""
     words = words_of(command)
     if not words or shutil.which(words[0]) is None:
-        raise ValueError(f"--rollout_command {command}: no such program; give an interpreter and "
-                         "what it runs, as \"/env/bin/python -m isogloss.vllm_writer\"")
+        raise ValueError(f"--writer {command}: no such program; expected student, vllm, or an "
+                         "interpreter and what it runs, as \"/env/bin/python -m "
+                         "isogloss.vllm_writer\"")
 
 
 class WriterProcess:
@@ -72,7 +74,7 @@ class WriterProcess:
         patience: seconds that an answer has even so.
     """
 
-    def __init__(self, command, timeout):
+    def __init__(self, command, timeout=ANSWER_SECONDS):
         """Start the command; the thread that does it has to last as long as the job.
 
         Args:
@@ -97,7 +99,7 @@ class WriterProcess:
         self.tied = []  # names of the same weight
 
     def error(self, what):
-        return WriterError(f"--rollout_command {self.command}: {what}")
+        return WriterError(f"--writer {self.command}: {what}")
 
     def ask(self, seconds, most_bytes=MOST_BYTES, **message):
         """Send a message and return the response, a dict.
@@ -129,8 +131,8 @@ class WriterProcess:
             if self.asked_to_end() and waited >= self.patience:
                 raise WriterStopped
             if waited > seconds:
-                raise self.error(f"has not answered for {seconds:g} seconds (--rollout_timeout); "
-                                 "its output may tell why")
+                raise self.error(f"has not answered for {seconds:g} seconds; its "
+                                 "output may tell why")
             looks = select.poll()
             looks.register(stdout, select.POLLIN)
             if message:
