@@ -305,9 +305,10 @@ class _ColumnSum(torch.autograd.Function):
         if len(many_L):
             more_EN = x_NX.T.index_select(0, columns.more_E)
             sum_LN = torch.segment_reduce(more_EN, "sum", offsets=columns.start_L, unsafe=True)
-            # not in place: torch 2.11 compiles that to a gradient of 0
-            many_NL = out_NK.index_select(1, many_L) + sum_LN.T
-            out_NK = out_NK.index_copy(1, many_L, many_NL)
+            # a sum of two selections, which a compiler does not write in between; most add a 0
+            number_K = many_L.new_full((len(columns.first_K),), len(many_L))
+            number_K[many_L] = torch.arange(len(many_L), device=x_NX.device)
+            out_NK = out_NK + F.pad(sum_LN.T, (0, 1)).index_select(1, number_K)
         return out_NK
 
     @staticmethod
