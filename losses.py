@@ -305,9 +305,10 @@ class _ColumnSum(torch.autograd.Function):
         if len(many_L):
             more_EN = x_NX.T.index_select(0, columns.more_E)
             sum_LN = torch.segment_reduce(more_EN, "sum", offsets=columns.start_L, unsafe=True)
-            # not in place: torch 2.11 compiles that to a gradient of 0
-            many_NL = out_NK.index_select(1, many_L) + sum_LN.T
-            out_NK = out_NK.index_copy(1, many_L, many_NL)
+            # a sum of two selections, which a compiler does not write in between; most add a 0
+            number_K = many_L.new_full((len(columns.first_K),), len(many_L))
+            number_K[many_L] = torch.arange(len(many_L), device=x_NX.device)
+            out_NK = out_NK + F.pad(sum_LN.T, (0, 1)).index_select(1, number_K)
         return out_NK
 
     @staticmethod
@@ -670,7 +671,12 @@ def chunk_logp(
     """
     next_N1 = next_BX.reshape(-1)[row_N[:, None]]
     logp_NX = _select_rows(logits_NX, row_N, temperature).log_softmax(-1)
-    return row_sums(at_least(logp_NX.gather(1, next_N1).squeeze(1), FLOOR), of_N, num_chunks)
+    return sum_of_tokens(logp_NX.gather(1, next_N1).squeeze(1), of_N, num_chunks)
+
+
+def sum_of_tokens(logp_N: Tensor, of_N: Tensor, num_chunks: int) -> Tensor:
+    """Return the (num_chunks,) log-probability of chunks from that of their tokens."""
+    return row_sums(at_least(logp_N, FLOOR), of_N, num_chunks)
 
 
 def bernoulli_kl(logq: Tensor, logp: Tensor) -> Tensor:
@@ -1161,5 +1167,10 @@ def alm(
     # the temperature applies to the chunk, not to its tokens' distributions, whence the 1.0
     logp_C = chunk_logp(x_NV, student_next_BS, chunks.row_S, chunks.of_S, num_chunks, 1.0)
     logq_C = chunk_logp(y_MW, teacher_next_BT, chunks.row_T, chunks.of_T, num_chunks, 1.0)
-    value_C = bernoulli_kl(logq_C / temperature - MARGIN, logp_C / temperature - MARGIN)
+    value_C = alm_of_chunks(logp_C, logq_C, temperature)
     return reduce_terms(value_C, chunks.first_S, student_chunk_BS.shape, weight_BS, reduction)
+
+
+def alm_of_chunks(logp_C: Tensor, logq_C: Tensor, temperature: float = 1.0) -> Tensor:
+    """Return the (C,) terms of `alm`, from both models' log-probabilities of each chunk."""
+    return bernoulli_kl(logq_C / temperature - MARGIN, logp_C / temperature - MARGIN)

@@ -89,7 +89,8 @@ CASES = {
 }
 
 # {loss: (most launches in 4,096 positions, most MB a position)}
-BOUNDS = {"piece_kl": (600, 8.0), "forward_kl": (80, 3.0), "generalized_jsd": (80, 4.0)}
+BOUNDS = {"piece_kl": (600, 8.0), "forward_kl": (80, 3.0), "generalized_jsd": (80, 4.0),
+          "alm": (400, 4.0)}
 
 # --- a GPU that is not there ----------------------------------------------------------------------
 
@@ -191,7 +192,8 @@ def run_with_stand_ins():
 # --- one step -------------------------------------------------------------------------------------
 
 
-MOVED = ("DistillationLoss", "LearnedProjection", "PositionGradient", "TranslationGradient")
+MOVED = ("DistillationLoss", "LearnedProjection", "PositionGradient", "TranslationGradient",
+         "AlmGradient")
 
 
 def on_gpu(value, mode, known=None):
@@ -680,7 +682,7 @@ def resources(path):
     return int(registers), sum(map(int, re.findall(r"(\d+) bytes spill", done.stderr)))
 
 
-def main(losses="", cases="", traffic="piece_kl,forward_kl,generalized_jsd",
+def main(losses="", cases="", traffic="piece_kl,forward_kl,generalized_jsd,alm",
          copies="piece_kl,projection_kl,gold,uld,alm,forward_kl",
          compiled="piece_kl,forward_kl,reverse_kl,generalized_jsd"):
     """Run everything, or what is named, with commas."""

@@ -34,7 +34,7 @@ from isogloss.loss_bounds import CHOICES, NUMBERS
 HALF_LIFE = 256  # of --token_weights early, learned tokens.  Not tuned.
 # Options of tasks; the others are flags of the run.
 OF_TASKS = keywords_of(TaskOptions, leave_out=("seed", "trust_remote_code"))
-LEAST_AUTO_MIB, MOST_AUTO_MIB = 512, 4096  # of --loss_memory_mib auto.  Not tuned.
+LEAST_AUTO_MIB, MOST_AUTO_MIB = 512, 16_384  # of --loss_memory_mib auto.  Not tuned.
 
 FIRST_COMMAND = ("isogloss-distill --ds_config ds_configs/zero2.json --learning_rate 1e-4 "
                  "--student HuggingFaceTB/SmolLM2-135M --teacher Qwen/Qwen3-0.6B "
@@ -232,7 +232,7 @@ class LossFlags:
         "of a whole micro-batch.", free=True)
     loss_memory_mib: int = flag(
         0, "MiB for the logits of a tile and what the loss makes of them. 0 or auto: at most an "
-        "eighth of the GPU's memory that is free before the first step, 512 to 4096; 512 on a "
+        "eighth of the GPU's memory that is free before the first step, 512 to 16384; 512 on a "
         "CPU.", low=0, high=2**20, free=True)
     loss_backend: str = flag(
         "auto", "how the formulas of the loss run: plain (torch), or compiled (torch.compile; the "

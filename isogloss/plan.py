@@ -57,7 +57,7 @@ import torch
 import yaml
 from transformers import AutoConfig
 
-from isogloss.config import MOST_AUTO_MIB, Config, configs_by_teacher
+from isogloss.config import Config, configs_by_teacher
 from isogloss.flags.model_names import read_model_name
 from isogloss.flags.parse import parse_flags, shipped
 from isogloss.job.layout import Roles, teacher_groups
@@ -77,6 +77,7 @@ TABLES = 310  # bytes a token, of piece_kl's tables; measured with vocabularies 
 # Bytes a position, of piece_kl: 330 for Qwen 2 <- Llama 3, 1,280 the other way round, 1,360 for
 # Llama 2 <- Qwen 2.
 TERMS = 1300
+AUTO_MIB = 4096  # --loss_memory_mib auto: an eighth of what is free, so that it always fits
 USABLE = 0.95  # of a GPU's memory, so that a longer text than most still fits; chosen
 # The comment of a recipe that says what it is for.
 GPUS = re.compile(r"^# GPUs: (\d+) of ([\d.]+) GiB(?:, (\d+) on a node)?$", re.MULTILINE)
@@ -370,7 +371,7 @@ def _add_student(need, layout, shape):
     need.backward["gradients"] = gradients
     need.backward["activations"] = activation_bytes(layout, shape)
     head = 0 if cfg.lora_r and not cfg.lora_embeddings else 4 * shape.head
-    need.backward["loss"] = (cfg.loss_memory_mib or MOST_AUTO_MIB) * 2**20 + head
+    need.backward["loss"] = (cfg.loss_memory_mib or AUTO_MIB) * 2**20 + head
     need.step = b * trained + 4 * trained * (2 if layout.on_gpu else 1)
     if is_sharded:
         need.step = (b * (layout.stage < 3) + 12) * trained // sharers

@@ -59,7 +59,7 @@ def test_the_memory_of_the_loss_follows_the_device(monkeypatch):
     assert tile_memory(cfg, cuda) == 4096
     assert tile_memory(Config(**GOOD, loss_memory_mib=7), cuda) == 7
     assert tile_memory(Config(**GOOD, loss_memory_mib=7, tiled=False), cuda) == float("inf")
-    assert [automatic_mib(gib * 2**30) for gib in (1, 20, 1000)] == [512, 2048, 4096]
+    assert [automatic_mib(gib * 2**30) for gib in (1, 20, 1000)] == [512, 2048, 16_384]
 
 
 def test_the_table_of_losses_decides(monkeypatch):

@@ -126,6 +126,26 @@ def test_one_tokenizer(name, temperature, monkeypatch):
         check_both(loss, changed, x, y, ce_weight, 1e-6)
 
 
+@pytest.mark.parametrize("temperature", [1.0, 2.5])
+def test_probabilities_of_the_text(temperature, monkeypatch):
+    for pair in PAIRS:
+        sub_tile, x, y, tables = of_toy(pair, 3, torch.float64)
+        shape = [getattr(sub_tile, f"{side}_chunk") for side in ("student", "teacher")]
+        sub_tile = sub_tile._replace(terms=chunks_of_rows(*shape, pair))
+        for ce_weight, on_policy, is_weighted in itertools.product(
+                (WEIGHTS[0], 0.0), (False, True), (False, True)):
+            weight = torch.rand(len(x), dtype=torch.float64) if is_weighted else None
+            changed = sub_tile._replace(weight=weight, on_policy=on_policy)
+            loss = build(monkeypatch, tables, "alm", ce_weight, temperature=temperature)
+            check_both(loss, changed, x, y, ce_weight, 1e-6)
+
+
+def chunks_of_rows(student_chunk, teacher_chunk, pair):
+    """Return the Chunks of all texts of a toy, which are flat in a sub-tile."""
+    num_texts = len(Toy(*pair, 1).x)
+    return losses.find_chunks(student_chunk.view(num_texts, -1), teacher_chunk.view(num_texts, -1))
+
+
 @pytest.mark.slow
 def test_what_a_compiler_makes_of_it_is_the_same(monkeypatch):
     if missing := missing_compiler():

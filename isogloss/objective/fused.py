@@ -327,8 +327,68 @@ class SmallNodes:
         reads = self.nodes.reads
         if len(slope_L):
             rows_L = reads.row_R[len(self.nodes.roots.row_S) :]
-            d_nV.index_add_(0, rows_L, of_rests(self.x_LV, rest_L.detach(), slope_L))
+            # index_put has an order of additions on a GPU too, index_add has none
+            of_rows = of_rests(self.x_LV, rest_L.detach(), slope_L)
+            d_nV.index_put_((rows_L,), of_rows, accumulate=True)
         if len(slope_E):
             slope_E = slope_E.masked_fill(x_E <= 10 * FLOOR, 0.0)  # what a model excludes
             place = reads.row_R[reads.number_E], reads.token_E
             d_nV.index_put_(place, slope_E.to(d_nV), accumulate=True)
+
+
+# --- probabilities of the text --------------------------------------------------------------------
+
+
+def token_logp(x_nV, label_n):
+    """Return (n,) log-probabilities of the labels, at least float32; of -100 those of any token."""
+    x = at_least_float32(x_nV)
+    logit_n = x.gather(1, label_n.clamp(min=0)[:, None])[:, 0]
+    return logit_n - x.logsumexp(-1)
+
+
+def write_tokens(x_nV, factors, *, label_n, slope_n, has_text):
+    """Write the gradient of the cross-entropy, and of what is a function of `token_logp`, over x.
+
+    Args:
+        factors: (2 or more,) of cross-entropy and that function in the gradient.
+        slope_n: its derivative by the log-probability of each label.
+    Returns:
+        (cross-entropy (n,), is the label the likeliest (n,)).
+    """
+    x = at_least_float32(x_nV)
+    ce_n, correct_n, of_text = text_and_gradient(x, label_n, has_text=True)
+    share_n = factors[0] * has_text - factors[1] * slope_n
+    x_nV.copy_(share_n[:, None] * of_text)
+    return has_text * ce_n, has_text * correct_n
+
+
+@dataclass
+class AlmGradient:
+    """Write the gradient of `losses.alm`, which depends on the probabilities of the text alone.
+
+    Attributes:
+        temperature: see there.
+        compiler: see `compiler.loss_compiler`.
+    """
+
+    temperature: float
+    compiler: Callable
+
+    def __call__(self, student_nV, teacher_mW, sub_tile, factors, has_text):
+        """Write the gradient over the student's logits; return the WrittenSums."""
+        chunks = sub_tile.terms
+        logp_of = self.compiler(token_logp)
+        logp_n = logp_of(student_nV, sub_tile.student_labels).requires_grad_()
+        logq_m = logp_of(teacher_mW, sub_tile.teacher_labels)
+        num_chunks = len(chunks.first_S)
+        with torch.enable_grad():
+            logp_C = losses.sum_of_tokens(logp_n[chunks.row_S], chunks.of_S, num_chunks)
+            logq_C = losses.sum_of_tokens(logq_m[chunks.row_T], chunks.of_T, num_chunks)
+            value_C = losses.alm_of_chunks(logp_C, logq_C, self.temperature)
+            weight_n = weights_of(sub_tile, student_nV)
+            kd = (weight_n.index_select(0, chunks.first_S) * value_C).sum()
+            [slope_n] = torch.autograd.grad(kd, logp_n)
+        ce_n, correct_n = self.compiler(write_tokens)(
+            student_nV, factors, label_n=sub_tile.student_labels, slope_n=slope_n,
+            has_text=has_text)
+        return WrittenSums(ce_n.sum(), kd.detach(), correct_n.sum())

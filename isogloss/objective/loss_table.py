@@ -95,7 +95,14 @@ def build_per_chunk(cfg, pair, device, has_rest=False, *, loss):
             ids.student_chunk, ids.teacher_chunk, chunks=sub_tile.terms, weight_BS=ids.weight,
             **parameters)[0]
 
-    return DistillationLoss(loss_fn)
+    gradient = None
+    if loss is losses.alm:
+        compiler = loss_compiler(cfg.loss_backend, torch.device(device).type)
+        if compiler is not plain:
+            from isogloss.objective.fused import AlmGradient
+
+            gradient = AlmGradient(cfg.temperature, compiler)
+    return DistillationLoss(loss_fn, gradient)
 
 
 def build_divergence(cfg, pair, device, has_rest=False, *, divergence):
