@@ -10,17 +10,12 @@ import torch
 
 from cases import close, gradient
 from isogloss import losses
-from isogloss.config import (
-    Config,
-    configs_by_teacher,
-    loss_flags,
-    routes_by_teacher,
-    teacher_keys,
-)
+from isogloss.config import Config, configs_by_teacher, routes_by_teacher
 from isogloss.flags.help import help_text
 from isogloss.flags.parse import choices_of, parse_flags
 from isogloss.objective.loss_table import LOSSES, LossSpec, build_loss
 from isogloss.projection_tools.build import cached_projection
+from isogloss.several_teachers import loss_flags, teacher_keys
 from isogloss.teachers.model import ENGINES
 from isogloss.tile_plan import SubTile
 from tokens import pair_of
@@ -64,7 +59,7 @@ def test_the_table_of_losses_decides(monkeypatch):
         Config(**GOOD, loss="mine")
     monkeypatch.setitem(LOSSES, "mine", LossSpec(build=None, needs="chunks", flags=("seed",)))
     assert Config(**GOOD, loss="mine").loss == "mine"
-    assert "seed" in loss_flags() and "seed" in teacher_keys()
+    assert "seed" in loss_flags() and "seed" in teacher_keys(Config)
 
 
 @pytest.mark.parametrize("name", [name for name, spec in LOSSES.items()

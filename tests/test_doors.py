@@ -8,7 +8,7 @@ import pytest
 
 from conftest import ROOT
 from isogloss.doors import DOORS, TOOLS
-from isogloss.projection_tools.cells import cached_translation
+from isogloss.projection_tools.files import cached_translation
 from isogloss.projection_tools.tokenizers import Pair
 from jobs import short_run
 from test_imports import at_the_top, imports_of, modules

@@ -6,7 +6,8 @@ Tests: tests/test_tasks.py.
 from dataclasses import dataclass
 
 from isogloss.config import LOWEST_TEMPERATURE, Config
-from isogloss.flags.parse import check_flags, flag, shared
+from isogloss.flags.parse import check_flags, flag
+from isogloss.flags.tool import shared
 
 
 @dataclass(kw_only=True)

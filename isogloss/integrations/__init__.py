@@ -22,7 +22,7 @@ import torch
 from transformers import AutoTokenizer, TrainingArguments
 
 from isogloss.align import TokenTable
-from isogloss.config import Config, loss_flags, template_kwargs
+from isogloss.config import Config, template_kwargs
 from isogloss.data.batch import Collator, PairOptions
 from isogloss.data.order import ExampleReader
 from isogloss.data.sample import TextEncoder
@@ -30,6 +30,7 @@ from isogloss.inputs import with_common_ids
 from isogloss.job.columns import to_device
 from isogloss.models.pretrained import load_model
 from isogloss.objective.objective import LossTerms, TeacherTerm, micro_batch_loss
+from isogloss.several_teachers import loss_flags
 from isogloss.targets import TeacherSetup, teacher_targets
 from isogloss.teachers.engines.whole import ModelTeacher, WholeModel
 from isogloss.teachers.model import ModelSpec

@@ -12,7 +12,7 @@ import torch
 from isogloss import losses
 from isogloss.models.compiler import loss_compiler, plain
 from isogloss.nodes import Tables, with_rest
-from isogloss.projection_tools.cells import cached_translation
+from isogloss.projection_tools.files import cached_translation
 from isogloss.projection_tools.tokenizers import Pair
 from isogloss.teachers.protocol import FLAGS_OF_MODELS
 from isogloss.tile_plan import GPU_SUB_TILES

@@ -7,12 +7,12 @@ tiling from the logits of the whole micro-batch.
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 
 from isogloss.data.batch_types import TeacherBatch, weigh_positions
 from isogloss.job.counts import TermSums
-from isogloss.job.layout import SequenceGroup
 from isogloss.losses import next_token_cross_entropy
 from isogloss.tiles import (
     HiddenLogits,
@@ -21,6 +21,9 @@ from isogloss.tiles import (
     tiled_losses,
     weighted,
 )
+
+if TYPE_CHECKING:
+    from isogloss.job.sequence_group import SequenceGroup
 
 # What is counted beside the two losses has no weight: the part in rollouts is in the second.
 UNWEIGHTED = (0.0,) * (len(TermSums._fields) - 2)
@@ -80,7 +83,7 @@ class LossTerms:
     ce_weight: float
     teachers: list[TeacherTerm]
     tiles: list | None = None
-    sequence_group: SequenceGroup | None = None
+    sequence_group: "SequenceGroup | None" = None
     parameters: list = ()
     balance: object = None
     dump: Callable | None = None
