@@ -8,7 +8,6 @@ Tests: tests/test_open_data.py, tests/test_wrong_data.py.
 import glob
 import itertools
 import os
-import re
 import warnings
 from dataclasses import dataclass
 from urllib.parse import urlsplit
@@ -166,22 +165,11 @@ def _read_files(request, kind, wanted, options):
 
 def names_of_splits(request, splits):
     """Return the splits that --split names, as in train, train+test or train[:10%]."""
-    source = request.source
-    names = re.sub(r"\[[^\]]*\]", "", request.split).split("+")
-    is_part = "[" in request.split
-    if set(splits) == {"train"}:
-        if set(names) != {"train"} or (is_part and request.streaming):
-            raise DataError(f"--split {request.split}: files have no splits; leave it out, and "
-                            "name the files of one split by --data")
+    if request.split == "train" and set(splits) == {"train"}:
         return ["train"]
-    for name in names:
-        if not splits.get(name):
-            raise DataError(f"--split {request.split}: {source} has no files of {name!r}; it has "
-                            f"{', '.join(splits)}")
-    if is_part and request.streaming:
-        raise DataError(f"--split {request.split}: a stream has no parts; name whole splits, or "
-                        "leave out --streaming")
-    return list(dict.fromkeys(names))
+    from isogloss.data.kinds.several_files import named_splits
+
+    return named_splits(request, splits)
 
 
 def _kind_of(source, files):

@@ -4,6 +4,7 @@ Tests: tests/test_open_data.py, tests/test_column_types.py.
 """
 
 import os
+import re
 
 import datasets
 
@@ -27,6 +28,26 @@ def splits_of(path, files):
         members = set(map(os.path.realpath, of_split))
         splits[str(split)] = [file for file in files if os.path.realpath(file) in members]
     return splits
+
+
+def named_splits(request, splits):
+    """Return the splits that a --split names; see `open_data.names_of_splits`."""
+    source = request.source
+    names = re.sub(r"\[[^\]]*\]", "", request.split).split("+")
+    is_part = "[" in request.split
+    if set(splits) == {"train"}:
+        if set(names) != {"train"} or (is_part and request.streaming):
+            raise DataError(f"--split {request.split}: files have no splits; leave it out, and "
+                            "name the files of one split by --data")
+        return ["train"]
+    for name in names:
+        if not splits.get(name):
+            raise DataError(f"--split {request.split}: {source} has no files of {name!r}; it has "
+                            f"{', '.join(splits)}")
+    if is_part and request.streaming:
+        raise DataError(f"--split {request.split}: a stream has no parts; name whole splits, or "
+                        "leave out --streaming")
+    return list(dict.fromkeys(names))
 
 
 def check_alike(request, columns_of_files, is_json):
