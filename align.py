@@ -26,7 +26,7 @@ import codecs
 import hashlib
 import itertools
 import re
-import sys
+import runpy
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -1128,10 +1128,6 @@ def _in_chunks(chunks):
     return aligned / max(1, sum(map(len, chunks)))
 
 
-if __name__ == "__main__":
-    try:
-        from .align_view import main
-    except ImportError:  # copied beside it, not into a package
-        from align_view import main
-
-    main(sys.argv[1:])
+if __name__ == "__main__":  # to look at it
+    runpy.run_module(f"{__package__}.align_view" if __package__ else "align_view",
+                     run_name="__main__")

@@ -225,3 +225,7 @@ def _load_tokenizer(flag, name):
         reason = str(error).strip().partition("\n")[0].removesuffix(".")
         raise SystemExit(_plain(f"--{flag} {name}: cannot be loaded ({reason}); expected a hub id, "
                                 "a directory or a tokenizer.json")) from None
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
