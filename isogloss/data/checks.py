@@ -2,8 +2,8 @@
 
 Three looks at a data set: the first bytes of its files, before anything reads them; its columns,
 by Arrow, which is fast (streams have none); and every row when its turn comes.  The readers of
-file_rows.py name the line that they cannot read; of .txt files, which `datasets` reads, `explain`
-does.
+file_rows.py name the line that they cannot read; of .txt files, which `datasets` reads,
+kinds/faults.py does.
 
 Tests: tests/test_wrong_data.py.
 """

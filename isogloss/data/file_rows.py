@@ -1,11 +1,11 @@
-"""Rows of JSON, CSV, Arrow and .txt files: the columns asked for, as they stand in the file.
+"""Rows of files of lines, JSON or text: the columns asked for, as they stand in the file.
 
 Readers of tables guess a type for every column: a text that looks like a date becomes a time, an
 answer of 007 a number, all messages of a column get the same keys, and a column that nobody asked
 for ends the job where a later file has another type of it.  Here a row is what its line says.
 
 A stream reads a large file of lines in pieces, each of which is a shard to `datasets`: so a run
-that goes on reads no more again than the piece in which it stopped.
+that goes on reads no more again than the piece in which it stopped.  kinds/ reads other files.
 
 Tests: tests/test_open_data.py, tests/test_stream.py.
 """

@@ -71,13 +71,11 @@ def _why_not_learned(example, student, train_on):
     return f"are cut at --max_length {student.max_length} before what is learned"
 
 
-# What teachers teach of `parts`, [(data set, its ExampleReader)].
-
-
 def check_taught(parts, collator, names, prompter=None):
     """Raise a DataError where a teacher would teach nothing of the first rows.
 
     Args:
+        parts: (data set, its ExampleReader) each.
         collator: Collator; names: of its teachers.
         prompter: Prompter, where the student writes everything itself; the end of a prompt then
             stands for what it may write.

@@ -1,5 +1,7 @@
 """Check what rows hold beside the text: routes, weights, prompts, and what teachers alone read.
 
+`parts` are pairs of a data set and its ExampleReader.
+
 Tests: tests/test_taught.py, tests/test_wrong_data.py.
 """
 
