@@ -30,7 +30,7 @@ from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
-from isogloss import align, demo_report
+from isogloss import align_view, demo_report
 from isogloss.demo_report import EQUAL_TOKENIZERS, NO_TEACHER, read_json_lines
 from isogloss.flags.terminal import guard_terminal, unguarded
 
@@ -550,7 +550,7 @@ def main():
     preparation_seconds = time.perf_counter() - begin
     print("The tokens of the student above those of the teacher; a bar is inside of a chunk:")
     with contextlib.redirect_stdout(unguarded(sys.stdout)):  # which has colors
-        align.main(["--student", str(folder / "equal_teacher"),
+        align_view.main(["--student", str(folder / "equal_teacher"),
                     "--teacher", str(folder / "teacher"), "--show", SHOWN])
 
     layout = choose_layout()

@@ -29,6 +29,7 @@ import transformers
 
 from isogloss import build, once_in_a_while as once
 from isogloss.data.workers import end_workers
+from isogloss.doors import door
 from isogloss.errors import CannotSave, DataError, WriterError, WriterStopped
 from isogloss.inputs import check_inputs
 from isogloss.job import launch, rendezvous, watch
@@ -157,7 +158,7 @@ def take_steps(state, batches, held_out, start, *, log, signals, times_collectiv
         if state.bad_steps.count == cfg.max_bad_steps:
             once.give_up(state, step, log)
         if times_collectives:
-            once.show_collectives(step, start, cfg.steps)
+            door("collectives").show_collectives(step, start, cfg.steps)
         once.judge(state, held_out, step, log, signals)
         saves = once.is_every(cfg.save_every, step) or step == cfg.steps
         if saves:

@@ -35,7 +35,8 @@ from transformers.generation import candidate_generator, utils as generation
 from isogloss.build import build_state
 from isogloss.config import Config
 from isogloss.distill import cli
-from isogloss.flags.parse import flag, tool
+from isogloss.flags.parse import flag
+from isogloss.flags.tool import tool
 from isogloss.inputs import check_inputs, load_batches
 from isogloss.job.launch import start_distributed
 from isogloss.once_in_a_while import run_evaluation

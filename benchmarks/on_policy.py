@@ -36,7 +36,8 @@ import torch
 import torch.nn.functional as F
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-from isogloss.flags.parse import flag, tool
+from isogloss.flags.parse import flag
+from isogloss.flags.tool import tool
 from isogloss.rollout import Prompt, write
 
 RUNS = ROOT / "runs" / "on_policy"

@@ -74,7 +74,8 @@ from isogloss.align import TokenTable
 from isogloss.config import Config
 from isogloss.data.batch import Collator, PairOptions
 from isogloss.data.sample import TextEncoder
-from isogloss.flags.parse import flag, tool
+from isogloss.flags.parse import flag
+from isogloss.flags.tool import tool
 from isogloss.job.columns import to_device
 from isogloss.objective.loss_table import build_loss
 from recipes.tiny import prepare

@@ -20,7 +20,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
-from isogloss.flags.parse import flag, tool
+from isogloss.flags.parse import flag
+from isogloss.flags.tool import tool
 
 LONGEST = 8  # gaps that are printed
 ROWS = 40  # of the table

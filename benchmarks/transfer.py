@@ -44,7 +44,8 @@ import torch
 
 from isogloss import demo, demo_report
 from isogloss.align import TokenTable
-from isogloss.flags.parse import flag, tool
+from isogloss.flags.parse import flag
+from isogloss.flags.tool import tool
 from recipes.tiny import prepare
 
 RUNS = ROOT / "runs" / "transfer"

@@ -16,7 +16,6 @@ from isogloss.config import Config
 from isogloss.data.order import Places
 from isogloss.inputs import load_batches, samples_per_step
 from isogloss.job.launch import fail_together
-from isogloss.job.layout import SequenceGroup
 from isogloss.job.rendezvous import LOADING_TIMEOUT, set_timeout
 from isogloss.job.step_report import StepReport
 from isogloss.job.transfers import Uploads
@@ -27,7 +26,6 @@ from isogloss.student.engine import (
     StudentRunner,
     StudentWithLoss,
     attach_projection,
-    follow_schedule,
     load_student,
     start_engine,
 )
@@ -37,6 +35,7 @@ from isogloss.teachers.protocol import load_teacher
 if TYPE_CHECKING:
     from isogloss.evaluation.eval_samples import EvalSamples
     from isogloss.evaluation.task_suite import TaskSuite
+    from isogloss.job.sequence_group import SequenceGroup
     from isogloss.objective.loss_dump import LossDump
     from isogloss.student.whole_student import WholeStudent
     from isogloss.teachers.remote import TeacherClient
@@ -94,7 +93,7 @@ class TrainState:
     vocab: int
     device: torch.device
     client: "TeacherClient | None" = None
-    sequence_group: SequenceGroup | None = None
+    sequence_group: "SequenceGroup | None" = None
     scales: dict = field(default_factory=dict)
     bad_steps: BadSteps = field(default_factory=BadSteps)
     last_checkpoint: Path | None = None
@@ -170,21 +169,12 @@ def build_state(cfg, inputs, device, roles=None):
             from isogloss.student.router import RouterBalance
 
             student.balance = RouterBalance(model, inputs.router_weight)
-        if cfg.freeze_until:
-            from isogloss.student.freezing import LateWeights
-
-            student.late = LateWeights(engine, cfg.freeze_until)
     set_timeout(LOADING_TIMEOUT)  # of DeepSpeed's own groups too
     if not roles:
         for setup in inputs.teachers:
             setup.source = load_source(setup.spec, student)
-    state = TrainState(cfg, student, inputs.teachers, vocab, device, sequence_group=sequence_group,
-                       tasks=inputs.tasks)
-    if cfg.dump_losses:
-        from isogloss.objective.loss_dump import LossDump
-
-        state.loss_dump = LossDump(cfg.dump_losses, [setup.name for setup in state.teachers])
-    return state
+    return TrainState(cfg, student, inputs.teachers, vocab, device, sequence_group=sequence_group,
+                      tasks=inputs.tasks)
 
 
 def serve_teachers(cfg, roles, device):
@@ -236,7 +226,7 @@ def resume(state, inputs):
             setup.source.restore(None, state.engine.module)
         state.taught.terms = {setup.name: 0.0 for setup in state.teachers}
         return 0
-    from isogloss.checkpoints.resume import load_checkpoint
+    from isogloss.checkpoints.resume import follow_schedule, load_checkpoint
 
     with fail_together(what="checkpoint"):
         start, extra = load_checkpoint(state.engine, inputs.checkpoint, inputs.convert)

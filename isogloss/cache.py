@@ -49,7 +49,8 @@ from isogloss.models.pretrained import load_config
 from isogloss.projection_tools.tokenizers import reason_of
 from isogloss.teachers import cache_files, packed_rows
 from isogloss.teachers.cached import head_tensors, template_digest
-from isogloss.teachers.engines.whole import head_gives_own_logits, local_folder
+from isogloss.teachers.engines.sharded import local_folder
+from isogloss.teachers.engines.whole import head_gives_own_logits
 from isogloss.teachers.kept_tokens import byte_order, keep_tokens, uniform_numbers
 from isogloss.teachers.protocol import BLOCK, load_teacher
 from isogloss.teachers.served import START_TIMEOUT

@@ -22,17 +22,10 @@ from unittest import mock
 
 from isogloss.config import Config
 from isogloss.flags.model_names import is_address
-from isogloss.flags.parse import (
-    MISSING,
-    check_flags,
-    flag,
-    parse_flags,
-    prepare_rank,
-    refusing,
-    shared,
-)
+from isogloss.flags.parse import MISSING, check_flags, flag, parse_flags, prepare_rank, refusing
 from isogloss.flags.task_options import TaskOptions
 from isogloss.flags.terminal import guard_terminal
+from isogloss.flags.tool import shared
 
 NEEDED = "torch", "deepspeed", "transformers", "tokenizers", "datasets", "numba", "safetensors"
 # {what may be missing: what it is for}

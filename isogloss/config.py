@@ -4,31 +4,27 @@ import copy
 import importlib.util
 import shlex
 import sys
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import date
 from pathlib import Path
 from typing import ClassVar
 
 from isogloss.data.mixture import SourceOptions, sources_of
-from isogloss.flags.model_names import without_secrets
+from isogloss.flags.json_text import parse_json
 from isogloss.flags.other_names import FOREIGN, MOVED
 from isogloss.flags.parse import (
     DATE,
     Options,
-    check_entry,
     check_flags,
     flag,
     flags_that,
     keywords_of,
     parse_flags,
-    read_entries,
     read_options,
     refusing,
 )
-from isogloss.flags.plugins import load_plugins
 from isogloss.flags.task_options import TaskOptions
 from isogloss.flags.together import check_idle, check_together, is_set, shown
-from isogloss.flags.yaml_file import parse_json
 from isogloss.loss_bounds import CHOICES, NUMBERS
 
 HALF_LIFE = 256  # of --token_weights early, learned tokens.  Not tuned.
@@ -464,6 +460,7 @@ class Config(ModelFlags, DataFlags, LossFlags, OnPolicyFlags,
     given: ClassVar[frozenset] = frozenset()  # flags of the command line; `parse_flags` sets it
     source_options: ClassVar[SourceOptions] = SourceOptions()  # `of_source` sets it
     max_logp_gap: ClassVar[float] = 0.1  # nats, see docs/on_policy.md.  Not tuned.
+    of_teachers: ClassVar[dict | None] = None  # see `configs_by_teacher`
 
     @classmethod
     def read(cls, words):
@@ -481,7 +478,10 @@ class Config(ModelFlags, DataFlags, LossFlags, OnPolicyFlags,
                 raise ValueError("--teacher self with --from_scratch: random weights have nothing "
                                  "to teach; name a teacher")
             self.teacher = self.student
-        load_plugins(self.plugin)  # which add to what the others are checked against
+        if self.plugin:  # which adds to what the others are checked against
+            from isogloss.flags.plugins import load_plugins
+
+            load_plugins(self.plugin)
         check_flags(self)
         check_together(self)
         check_date(self.chat_date)
@@ -506,6 +506,12 @@ class Config(ModelFlags, DataFlags, LossFlags, OnPolicyFlags,
                              "--teachers")
         if self.kd_weight:
             check_teacher_flags(self)
+
+    def settle(self, name, value):
+        """Set what only the start of the run says of a flag, for each of its teachers, too."""
+        setattr(self, name, value)
+        for teacher_cfg in (self.of_teachers or {}).values():
+            setattr(teacher_cfg, name, value)
 
     @property
     def ranks_per_reader(self):
@@ -544,6 +550,7 @@ class Config(ModelFlags, DataFlags, LossFlags, OnPolicyFlags,
         source = copy.copy(self)
         vars(source).update(flags)
         source.source_options = options
+        source.of_teachers = None
         check_flags(source)
         check_together(source)
         source._check_held_out()
@@ -763,84 +770,28 @@ def check_date(text):
 # --- several teachers -----------------------------------------------------------------------------
 
 
-def loss_flags():
-    """List the flags that losses read, in the order of the table, each once."""
-    return list(dict.fromkeys(sum((spec.flags for spec in loss_table().values()), ())))
+def configs_by_teacher(cfg):
+    """Return {name: Config of a run with this teacher alone}, which are made once.
 
+    Raises:
+        ValueError: --teachers is no list of teachers, or an entry is wrong.
+    """
+    if not cfg.teachers:
+        return {cfg.teacher or Path(cfg.teacher_cache).name: cfg}
+    if cfg.of_teachers is None:
+        from isogloss.several_teachers import configs_of_entries
 
-def teacher_keys():
-    """Return {key of an entry of --teachers: the flag that it stands for}."""
-    keys = {key: name for name, key in flags_that(Config, "key").items()}
-    return keys | {name: name for name in loss_flags()}  # those of a plugin's loss, too
-
-
-def teacher_entries(cfg):
-    """Return the entries of --teachers."""
-    return read_entries("teachers", cfg.teachers, '[{"model": "A"}, {"model": "B"}]')
-
-
-def teacher_name(entry):
-    """Return what metrics call the teacher of an entry of --teachers."""
-    path = without_secrets(str(entry.get("model") or entry.get("cache", "")))
-    return entry.get("name", Path(path).name)
+        cfg.of_teachers = configs_of_entries(cfg)
+    return cfg.of_teachers
 
 
 def routes_by_teacher(cfg):
     """Return {name: its routes, or None for all that no other teacher names}."""
     if not (cfg.teachers and cfg.has_routes):
         return {}
-    return {teacher_name(entry): entry.get("routes") for entry in teacher_entries(cfg)}
+    from isogloss.several_teachers import routes_of_entries
 
-
-def configs_by_teacher(cfg):
-    """Return {name: Config of a run with this teacher alone}.
-
-    Raises:
-        ValueError: --teachers is no such list, or an entry is wrong.
-    """
-    if not cfg.teachers:
-        return {cfg.teacher or Path(cfg.teacher_cache).name: cfg}
-    entries = teacher_entries(cfg)
-    if cfg.teacher or cfg.teacher_cache or cfg.teacher_tokenizer:
-        raise ValueError("--teachers: cannot be combined with --teacher, --teacher_cache or "
-                         "--teacher_tokenizer; drop one")
-    if cfg.has_routes and cfg.teacher_weights != "fixed":
-        raise ValueError(f"--route_key with --teacher_weights {cfg.teacher_weights}: both choose "
-                         "among teachers; drop one")
-    keys = teacher_keys()
-    configs = {}
-    for entry in entries:
-        name = teacher_name(entry)
-        for key in MOVED.keys() & entry:
-            raise ValueError(f"--teachers: unknown key {key!r}; it is {MOVED[key][1]}")
-        check_entry("teachers", entry, name, ("name", "weight", "routes", *keys), configs)
-        _check_teacher(cfg, entry, name)
-        flags = {keys[key]: value for key, value in entry.items() if key in keys}
-        if entry.get("model") not in ("self", cfg.student):  # the flag is of those that are
-            flags.setdefault("teacher_ema", 1.0)
-        if flags.get("loss", cfg.loss) != cfg.loss:  # the options are of the run's loss
-            flags.setdefault("loss_options", "")
-        # replace() runs the checks of Config again, with this teacher's values
-        weight = cfg.kd_weight * entry.get("weight", 1.0)
-        configs[name] = replace(cfg, teachers="", route_key="", kd_weight=weight, **flags)
-        if configs[name].learn_projection:
-            raise ValueError(f"--teachers: learn_projection of {name}: is for the only teacher of "
-                             "a run; leave it out")
-    if cfg.teacher_ema < 1 and all(each.teacher_ema == 1 for each in configs.values()):
-        raise ValueError(f"--teacher_ema {cfg.teacher_ema}: follows the student, and no teacher of "
-                         '--teachers does; add {"model": "self"}, or leave it out')
-    return configs
-
-
-def _check_teacher(cfg, entry, name):
-    """Raise a ValueError for an entry of --teachers without a model, or with wrong routes."""
-    if not ("model" in entry or "cache" in entry):
-        raise ValueError("--teachers: an entry names no model; expected "
-                         '{"model": "hub id or directory"}, or {"cache": "directory"}')
-    routes = entry.get("routes")
-    if routes is not None and not (isinstance(routes, list) and cfg.has_routes):
-        raise ValueError(f"--teachers: routes {routes!r} of {name}: expected a list of values of a "
-                         "column that --route_key names, or of the routes of a mixture")
+    return routes_of_entries(cfg)
 
 
 def check_teacher_flags(cfg):
@@ -849,9 +800,14 @@ def check_teacher_flags(cfg):
 
     others = "model", "loss", "tokenizer", "cache", "max_length", "ema", "compile", "token_weights"
     checked = {flag for flag, key in flags_that(Config, "key").items() if key not in others}
-    keys = teacher_keys()
+    keys = {}
     configs = configs_by_teacher(cfg)
-    entries = teacher_entries(cfg) if cfg.teachers else [{}]
+    entries = [{}]
+    if cfg.teachers:
+        from isogloss.several_teachers import teacher_entries, teacher_keys
+
+        keys = teacher_keys(Config)
+        entries = teacher_entries(cfg)
     first = next(iter(configs.values()))
     read = set()
     for (name, teacher_cfg), entry in zip(configs.items(), entries):

@@ -22,7 +22,8 @@ class Door(NamedTuple):
         modules: of isogloss, the first one is what `door` returns.
         is_open: (Config) -> the flag is set; of doors with one of the following.
         checks: one of the modules, whose `check(cfg, layout)` is called before models are loaded.
-        prepares: one whose `prepare(state, inputs, stack)` is called once they are.
+        changes: one whose `change(model, cfg)` is called once the student is loaded.
+        prepares: one whose `prepare(state, inputs, stack)` is called once all models are.
     """
 
     flag: str
@@ -30,25 +31,46 @@ class Door(NamedTuple):
     modules: tuple
     is_open: Callable = lambda cfg: False
     checks: str = ""
+    changes: str = ""
     prepares: str = ""
 
 
 DOORS: dict[str, Door] = {
     "help": Door("--help", "What every flag means.", ("flags.help",)),
+    "secret": Door("several ranks", "The secret that rank 0 gives them.", ("job.secret",)),
+    "plugins": Door("--plugin", "Losses and teachers of the user's own.", ("flags.plugins",)),
+    "flag_file": Door("--config", "Flags from a YAML file.", ("flags.yaml_file",)),
+    "unknown": Door("a flag that is none", "Which one was meant.", ("flags.unknown",)),
     # the student
+    "quantized": Door("--quantize, or a model that is", "Weights in 4 bits.",
+                      ("models.quantized",), lambda cfg: cfg.quantize,
+                      checks="models.quantized", changes="models.quantized"),
     "adapters": Door("--lora_r, or a model that is an adapter",
-                     "Low-rank layers beside frozen weights.", ("models.adapters",)),
-    "quantized": Door("--quantize", "Frozen weights in 4 bits.", ("models.quantized",)),
-    "freezing": Door("--train_only, --freeze_until", "Weights that learn later, or not.",
-                     ("student.freezing",)),
+                     "Low-rank layers beside frozen weights.",
+                     ("models.adapters", "flags.adapter_names"),
+                     lambda cfg: cfg.lora_r, changes="models.adapters"),
     "experts": Door("--router_weight, --freeze_router, or a config that asks for it",
-                    "The loss that balances a mixture's experts.", ("student.router",)),
+                    "The loss that balances a mixture's experts.", ("student.router",),
+                    lambda cfg: cfg.freeze_router, changes="student.router"),
+    "freezing": Door("--train_only, --freeze_until", "Weights that learn later, or not.",
+                     ("student.freezing",), lambda cfg: cfg.train_only,
+                     changes="student.freezing", prepares="student.freezing"),
     "activations": Door("--activation_offload, --mlp_tiles", "Less memory for activations.",
-                        ("models.activations",)),
+                        ("models.activations",), lambda cfg: cfg.mlp_tiles > 1,
+                        changes="models.activations"),
+    "from_scratch": Door("--from_scratch", "A student with random weights.",
+                         ("student.options.from_scratch",)),
+    "zero3": Door("ZeRO stage 3", "Shards whose padding is 0.", ("student.options.zero3",)),
+    "flash": Door("--attention flash_attention_2", "Whether it can run.",
+                  ("student.options.flash_attention",)),
+    "collectives": Door("--log_comms, or a comms_logger", "The times of collectives.",
+                        ("student.options.collectives",)),
+    "wrong_files": Door("a model whose files do not fit", "Which ones, in a line.",
+                        ("models.wrong_files",)),
     "sequence_parallel": Door("--sequence_parallel", "Sequences in shards, one a rank.",
-                              ("job.sequence_group", "student.ulysses"),
-                              lambda cfg: cfg.sequence_parallel > 1, "student.ulysses",
-                              "student.ulysses"),
+                              ("student.ulysses",),
+                              lambda cfg: cfg.sequence_parallel > 1,
+                              checks="student.ulysses", prepares="student.ulysses"),
     "pipeline": Door("--pipeline_parallel", "The student's layers in stages, one a rank.",
                      ("student.pipeline", "student.stages"),
                      lambda cfg: cfg.pipeline_parallel > 1, checks="student.stages"),
@@ -59,23 +81,44 @@ DOORS: dict[str, Door] = {
                       ("data.stream",)),
     "chats": Door("rows that hold chats", "Chats by each model's template.",
                   ("data.chat", "data.turns", "data.chat_rows")),
+    "tables": Door("--data of .csv, .arrow or .parquet", "Rows of tables.",
+                   ("data.kinds.tables",)),
+    "documents": Door("--data of a .json that is one value", "The rows of its list.",
+                      ("data.kinds.documents",)),
+    "elsewhere": Door("--data of the hub, an address or save_to_disk", "Rows of other places.",
+                      ("data.kinds.elsewhere",)),
+    "several_files": Door("--data that is a directory or several files",
+                          "Their splits, and columns that are alike.",
+                          ("data.kinds.several_files",)),
+    "other_columns": Door("--route_key, --weight_key, --prompt_key, --teacher_prompt_key",
+                          "Columns beside the text.", ("data.kinds.other_columns",)),
+    "mixed": Door("--data that is a list", "Several data sets with weights.",
+                  ("data.kinds.mixed",)),
+    "faults": Door("data that cannot be read", "Why, in a line.", ("data.kinds.faults",)),
     # the loss
     "projection": Door("--loss projection_kl, gold, h_kl or hybrid_uld",
                        "A projection of one vocabulary onto the other.",
-                       ("objective.projected", "projection_tools.build", "projection_tools.cut",
+                       ("objective.projected", "checkpoints.export_projection",
+                        "projection_tools.build", "projection_tools.cut",
                         "projection_tools.exact", "projection_tools.generate",
                         "projection_tools.multitoken", "projection_tools.arrays",
                         "projection_tools.projection_files")),
     "written": Door("--loss_backend compiled, which is auto on a GPU",
                     "Gradients of divergences that are written out.", ("objective.fused",)),
+    "cells": Door("the first run of two tokenizers", "The tables of their translation.",
+                  ("projection_tools.cells",)),
     "loss_dump": Door("--dump_losses", "The loss of each chunk, in files.",
-                      ("objective.loss_dump",)),
+                      ("objective.loss_dump",), lambda cfg: cfg.dump_losses,
+                      prepares="objective.loss_dump"),
     # the teachers
     "own": Door("--teacher self with --teacher_ema", "A teacher that follows the student.",
                 ("teachers.own",)),
     "engines": Door("--teacher_tp, --teacher_engine, --teacher_compile",
                     "A teacher in shards, or with other layers.",
-                    ("teachers.engines.sharded", "teachers.engines.layers", "job.replicas")),
+                    ("teachers.engines.choose_engine", "teachers.engines.sharded",
+                     "teachers.engines.layers", "teachers.engines.replicas")),
+    "offload": Door("--teacher_offload", "A teacher's weights in the memory of the host.",
+                    ("teachers.engines.offload",)),
     "teacher_ranks": Door("--teacher_ranks", "Teachers on ranks of their own.",
                           ("teachers.remote", "job.roles")),
     "cache": Door("--teacher_cache", "What a teacher said of the texts, in files.",
@@ -86,6 +129,7 @@ DOORS: dict[str, Door] = {
     "dynamic_scale": Door("--dynamic_scale", "Losses of teachers as large as the text's.",
                           ("teachers.scales",), lambda cfg: cfg.dynamic_scale,
                           prepares="teachers.scales"),
+    "several": Door("--teachers", "A Config for each of its entries.", ("several_teachers",)),
     "ensemble": Door("--teacher_weights mean_p", "The mean of several teachers.",
                      ("teachers.ensemble",)),
     # the student writes
@@ -104,14 +148,19 @@ DOORS: dict[str, Door] = {
     "speculation": Door("--eval_draft", "How good a draft of the teacher the student is.",
                         ("evaluation.speculation",)),
     # what a run leaves, and finds
+    "earlier_export": Door("an --export that exists", "Whether it may be replaced.",
+                           ("checkpoints.earlier_export",)),
     "resume": Door("a checkpoint to go on from", "It is loaded, in its layout or in another.",
-                   ("checkpoints.resume", "checkpoints.convert", "checkpoints.unpickle")),
+                   ("checkpoints.resume", "checkpoints.choose", "checkpoints.convert",
+                    "checkpoints.unpickle")),
 }
 
 # What several doors use and the hall does not: they know the hall, and one another.  The tables of
 # two tokenizers, which spelling.py makes, are on disk from the second run on.
 TOOLS = (
-    "align_dp", "spelling", "rollout", "policy_losses", "job.ipc",
+    "align_dp", "spelling", "rollout", "policy_losses",
+    "flags.lists", "flags.tool", "job.ipc", "job.sequence_group", "job.trial",
+    "projection_tools.args", "projection_tools.save", "models.adapter_parts",
     "student.whole_student", "teachers.group", "teachers.mixing", "teachers.text_scores",
 )
 
@@ -132,6 +181,13 @@ def check(cfg: Any, layout: Any) -> None:
     for its in DOORS.values():
         if its.checks and its.is_open(cfg):
             importlib.import_module(f"isogloss.{its.checks}").check(cfg, layout)
+
+
+def change(model: Any, cfg: Any) -> None:
+    """Let the open doors change a student that has just been loaded, in their order."""
+    for its in DOORS.values():
+        if its.changes and its.is_open(cfg):
+            importlib.import_module(f"isogloss.{its.changes}").change(model, cfg)
 
 
 def prepare(state: Any, inputs: Any, stack: Any) -> None:

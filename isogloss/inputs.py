@@ -15,16 +15,10 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
-from transformers.utils import is_flash_attn_2_available
 
 from isogloss import doors
 from isogloss.align import fingerprint
-from isogloss.checkpoints.checkpoint import (
-    agree_on_start,
-    find_checkpoint,
-    needs_conversion,
-    position_of,
-)
+from isogloss.checkpoints.checkpoint import agree_on_start, find_checkpoint, position_of
 from isogloss.checkpoints.export_files import check_results
 from isogloss.checkpoints.run_identity import checkpoint_folder, expected_identity, run_layout
 from isogloss.config import (
@@ -38,7 +32,7 @@ from isogloss.data import open_data, order
 from isogloss.data.batch import Collator, PairOptions
 from isogloss.data.checks import check_column, has_text, lengths_of
 from isogloss.data.ends import load_generation, taught_ends
-from isogloss.data.mixture import Mixture, Source, seed_of, sources_of
+from isogloss.data.mixture import Source, seed_of, sources_of
 from isogloss.data.sample import TextEncoder
 from isogloss.data.texts import MOST_CHARACTERS, fits, leave_out_tails
 from isogloss.data.workers import Loader
@@ -60,7 +54,6 @@ from isogloss.tile_plan import CPU_SUB_TILES, GPU_SUB_TILES, MIB
 if TYPE_CHECKING:
     from isogloss.evaluation.task_suite import TaskSuite
 
-PROMPTS_TO_TRY = 64  # rows of which one has to give a prompt
 AUTO_FRACTION = 1 / 8  # of a GPU's free memory, --loss_memory_mib auto.  Not tuned.
 GPU_WIDTH_STEP = 64  # tokens; an H200 takes 50 ms to prepare its attention for another width
 
@@ -124,6 +117,8 @@ class RunData:
                 streams.append(order.ShuffledExamples(*its))
         if not is_table(cfg.data):
             return streams[0]
+        from isogloss.data.kinds.mixed import Mixture
+
         return Mixture(streams, self.weights(), cfg.seed)
 
     def weights(self):
@@ -180,7 +175,7 @@ def check_inputs(cfg, device, roles=None):
                          "ends; leave out one of them")
     check_results(cfg)
     check_projections(cfg)
-    cfg.chat_date = cfg.chat_date or first_date(cfg)
+    cfg.settle("chat_date", cfg.chat_date or first_date(cfg))
     student, student_config = load_text_encoder(
         "student", cfg.student, cfg.max_length, cfg.trust_remote_code, template_kwargs(cfg))
     check_student_class(cfg.student, cfg.trust_remote_code)
@@ -204,14 +199,14 @@ def check_inputs(cfg, device, roles=None):
     facts = num_ranks, student_config.hidden_size, bf16
     adam = {"on_gpu": device.type == "cuda", "compiles_adam": compiles_adam()}
     ds_config = resolve_ds_config(raw_ds_config, cfg, *facts, **adam)
-    if cfg.quantize and ds_config.get("zero_optimization", {}).get("stage") == 3:
-        raise ValueError(f"--quantize {cfg.quantize}: {cfg.ds_config} has ZeRO-3, which cuts "
-                         "weights, and these are packed; use stage 0, 1 or 2")
-    check_flash_attention(cfg, ds_config)
+    if cfg.attention == "flash_attention_2":
+        from isogloss.student.options.flash_attention import check_flash_attention
+
+        check_flash_attention(cfg, ds_config)
     check_with_deepspeed(ds_config, cfg.ds_config, num_ranks // cfg.pipeline_parallel)
     data = load_data(cfg, student, encoders)
     if cfg.epochs:
-        cfg.steps = steps_of_epochs(cfg, data, raw_ds_config)
+        cfg.settle("steps", steps_of_epochs(cfg, data, raw_ds_config))
         ds_config = resolve_ds_config(raw_ds_config, cfg, *facts, **adam)
     # a teacher of some rows needs to know no others
     for teacher_cfg in configs_by_teacher(cfg).values() if encoders and not cfg.has_routes else ():
@@ -224,7 +219,11 @@ def check_inputs(cfg, device, roles=None):
     checkpoint = find_checkpoint(cfg.resume, checkpoint_folder(cfg), expected_identity(cfg))
     agree_on_start(checkpoint)
     check_start(cfg, checkpoint)
-    convert = checkpoint is not None and needs_conversion(checkpoint, run_layout(cfg))
+    convert = False
+    if checkpoint:
+        from isogloss.checkpoints.choose import needs_conversion
+
+        convert = needs_conversion(checkpoint, run_layout(cfg))
     # the engine has to know before it starts, but that of ZeRO stage 0 loads no such checkpoint
     if convert and run_layout(cfg)["zero_stage"]:
         ds_config["checkpoint"] = ds_config.get("checkpoint", {}) | {"load_universal": True}
@@ -240,10 +239,14 @@ def check_teaching(cfg, inputs, device):
     collator = build_collator(cfg, inputs, device, math.inf)
     names = [setup.name for setup in inputs.teachers]
     parts = [(data.train_data, data.reader) for data in inputs.data.sources]
-    order.check_routes_taken(parts, collator, names)
-    order.check_teacher_prompts(parts)
-    if all(setup.cfg.token_weights == "column" for setup in inputs.teachers):
-        order.check_weights(parts)
+    weighs = all(setup.cfg.token_weights == "column" for setup in inputs.teachers)
+    if weighs or cfg.has_routes or any(reader.teacher_prompt_key for _, reader in parts):
+        from isogloss.data.kinds import other_columns
+
+        other_columns.check_routes_taken(parts, collator, names)
+        other_columns.check_teacher_prompts(parts)
+        if weighs:
+            other_columns.check_weights(parts)
     prompter = prompter_of(cfg, inputs.student, 1) if cfg.on_policy == 1 else None
     order.check_taught(parts, collator, names, prompter)
 
@@ -402,34 +405,12 @@ def load_teacher_encoders(cfg, student, roles=None):
 def check_student_weights(cfg):
     """Check that the student's files hold the weights of its config."""
     if cfg.from_scratch:
-        pretrained.check_random(cfg.student, cfg.trust_remote_code, cfg.attention)
+        from isogloss.student.options.from_scratch import check_random
+
+        check_random(cfg.student, cfg.trust_remote_code, cfg.attention)
     else:
         pretrained.check_weights("student", cfg.student, cfg.trust_remote_code,
                                  pretrained.student_adapter(cfg), attention=cfg.attention)
-
-
-def check_flash_attention(cfg, ds_config):
-    """Raise a ValueError where --attention flash_attention_2 cannot run."""
-    if cfg.attention != "flash_attention_2":
-        return
-    if not is_flash_attn_2_available():
-        raise ValueError("--attention flash_attention_2: needs a CUDA device and the package "
-                         "flash-attn, and one of them is missing; use sdpa")
-    precision = "--attention flash_attention_2: needs bfloat16 or float16, and"
-    is_half = any(ds_config.get(name, {}).get("enabled") for name in ("bf16", "fp16"))
-    if not is_half and cfg.sequence_parallel == 1:
-        raise ValueError(f"{precision} {cfg.ds_config} leaves the student in float32; enable bf16 "
-                         "there, or use sdpa")
-    for teacher_cfg in configs_by_teacher(cfg).values() if cfg.kd_weight else ():
-        if not teacher_cfg.teacher_kind.has_weights:
-            continue
-        dtype = teacher_cfg.teacher_dtype
-        if dtype == "auto":
-            config = pretrained.load_config("teacher", teacher_cfg.teacher, cfg.trust_remote_code)
-            dtype = str(config.dtype or torch.float32).removeprefix("torch.")
-        if dtype == "float32":
-            raise ValueError(f"{precision} --teacher {teacher_cfg.teacher} is in float32; use "
-                             "--teacher_dtype bfloat16, or --attention sdpa")
 
 
 def load_data(cfg, student, encoders):
@@ -438,7 +419,9 @@ def load_data(cfg, student, encoders):
     sources = sources_of(cfg)
     for source in sources:
         if source.chooses and not source.cfg.route_key:
-            order.check_route(source.route, source.name, routes_by_teacher(cfg))
+            from isogloss.data.kinds.other_columns import check_route
+
+            check_route(source.route, source.name, routes_by_teacher(cfg))
     return RunData([load_source(source, student, encoders) for source in sources])
 
 
@@ -448,10 +431,13 @@ def load_source(source, student, encoders):
     train, reader = open_rows(cfg, cfg.data, cfg.split, encoders)
     reader = replace(reader, route=source.route)
     if cfg.on_policy:
-        check_prompts(cfg, train, reader, student)
+        from isogloss.data.rollouts import check_prompts
+
+        sizes = batch_sizes(read_ds_config(cfg.ds_config), num_readers(cfg), cfg.ds_config)
+        check_prompts(cfg, train, reader, student, sizes.micro_batch_size)
     if not (cfg.eval_data or cfg.eval_split):
         train, held_out = order.split_dataset(train, cfg.eval_rows, reader.text_key, cfg.data)
-        return SourceData(source, train, order.joined_rows(held_out, reader), reader, reader,
+        return SourceData(source, train, joined(held_out, reader), reader, reader,
                           cfg.eval_rows)
     try:
         rows, held_out_reader = open_rows(
@@ -462,8 +448,17 @@ def load_source(source, student, encoders):
     held_out_reader = replace(held_out_reader, route=source.route)
     held_out = first_of_eval_data(cfg, rows, held_out_reader)
     train, _ = order.split_dataset(train, 0, reader.text_key, cfg.data)
-    return SourceData(source, train, order.joined_rows(held_out, held_out_reader), reader,
+    return SourceData(source, train, joined(held_out, held_out_reader), reader,
                       held_out_reader)
+
+
+def joined(held_out, reader):
+    """Return a row for every sample that held-out rows give."""
+    if not reader.join:
+        return held_out
+    from isogloss.data.stream import joined_rows
+
+    return joined_rows(held_out, reader)
 
 
 def open_rows(cfg, source, split, encoders):
@@ -483,7 +478,9 @@ def open_rows(cfg, source, split, encoders):
         routes = []
         for of_teacher in routes_by_teacher(cfg).values():
             routes += of_teacher or []
-        labels = order.check_routes(dataset, cfg.route_key, routes)
+        from isogloss.data.kinds.other_columns import check_routes
+
+        labels = check_routes(dataset, cfg.route_key, routes)
     for flag in ("teacher_prompt_key", "prompt_key"):
         name = getattr(cfg, flag)
         if name and name not in columns:
@@ -551,66 +548,23 @@ def first_of_eval_data(cfg, rows, reader):
     return held_out
 
 
-def check_prompts(cfg, dataset, reader, student):
-    """Raise a ValueError where the first rows give no prompts."""
-    micro_batch_size = batch_sizes(read_ds_config(cfg.ds_config), num_readers(cfg),
-                                   cfg.ds_config).micro_batch_size
-    if cfg.streaming and micro_batch_size % cfg.rollouts_per_prompt:
-        raise ValueError(f"--rollouts_per_prompt {cfg.rollouts_per_prompt}: a stream gives each "
-                         "prompt once, so it has to divide the micro-batch of "
-                         f"{micro_batch_size}; choose another number, or leave out --streaming")
-    from isogloss.data.rollouts import SkippedPrompt
-
-    prompter = prompter_of(cfg, student, 1)
-    errors = []
-    rows = open_data.first_rows(dataset, PROMPTS_TO_TRY, reader.text_key, cfg.data)
-    for number, row in enumerate(rows):
-        try:
-            prompter.prompt(reader(row, number), (number, 0))
-            return  # prompts that are skipped later are counted
-        except SkippedPrompt as error:
-            errors.append(error)
-    if errors:
-        raise ValueError(f"--on_policy: {errors[0]}; so it is with the first {len(errors)} rows; "
-                         "repair them, or name other prompts with --prompt_key")
-
-
 def plan_teachers(cfg, student, encoders, device):
     """Return the TeacherSetup of every teacher, with its loss, but without a source."""
     if not encoders:
         return []
     configs = configs_by_teacher(cfg)
     if cfg.averages_teachers and len(configs) > 1:
-        return [plan_ensemble(cfg, student, encoders, configs, device)]
+        from isogloss.teachers.ensemble import plan_ensemble
+
+        teacher_cfg, encoder, spec = plan_ensemble(cfg, student, encoders, configs, device)
+        return [TeacherSetup.of(
+            "mean", teacher_cfg, encoder, spec, student=student, device=device)]
     setups = []
     for name, teacher_cfg in configs.items():
         spec = teacher_cfg.teacher_kind.of(teacher_cfg, encoders[name], device, student)
         setups.append(TeacherSetup.of(
             name, teacher_cfg, encoders[name], spec, student=student, device=device))
     return setups
-
-
-def plan_ensemble(cfg, student, encoders, configs, device):
-    """Return one TeacherSetup for the mean of teachers with one tokenizer."""
-    from isogloss.teachers.ensemble import EnsembleSpec
-
-    first, *others = configs  # the first teacher's loss and flags are those of the ensemble
-    for name in others:
-        prints = [fingerprint(encoders[teacher].tokenizer) for teacher in (first, name)]
-        if prints[0] != prints[1]:
-            raise ValueError(f"--teacher_weights {cfg.teacher_weights}: the tokenizers of {first} "
-                             f"and {name} differ, so their predictions have no mean; use "
-                             "fixed")
-    # every member reads every text
-    shortest = min(encoder.max_length for encoder in encoders.values())
-    encoder = replace(encoders[first], max_length=shortest)
-    ensemble_cfg = replace(configs[first], kd_weight=cfg.kd_weight)
-    spec = EnsembleSpec(
-        path="mean", vocab=len(encoder.table),
-        members=[member.teacher_kind.of(member, encoders[name], device, student)
-                 for name, member in configs.items()],
-        weights=[member.kd_weight for member in configs.values()])
-    return TeacherSetup.of("mean", ensemble_cfg, encoder, spec, student=student, device=device)
 
 
 # --- batches --------------------------------------------------------------------------------------

@@ -119,7 +119,6 @@ PEAK_FLOPS = {
 }
 # Lines of JSON in the output directory, each with its step.
 LOGS = "metrics.jsonl", "rollouts.jsonl", "eval_tasks.jsonl", "samples.jsonl"
-TIMED_STEPS = 100  # DeepSpeed keeps the times of every call in memory, so not for ever
 
 
 def utilization(device_name, num_parameters, tokens, seconds, num_ranks):
@@ -138,26 +137,6 @@ def utilization(device_name, num_parameters, tokens, seconds, num_ranks):
         if name in device_name:
             return {"mfu": 6 * num_parameters * tokens / (seconds * num_ranks * peak)}
     return {}
-
-
-def time_collectives():
-    """Restart DeepSpeed's comms logger, with the times of single calls.
-
-    DeepSpeed never resets a collective's timer, so every call would be logged with the time of all
-    earlier calls of the same name added to its own.
-    """
-    logger = deepspeed.comm.comm.comms_logger
-    timers = deepspeed.comm.comm.timers
-    logger.reset_data()
-    original_append = logger.append
-
-    def append_and_reset(raw_name, name, milliseconds, size):
-        original_append(raw_name, name, milliseconds, size)
-        timers(name).reset()
-
-    for name in timers.get_timers():
-        timers(name).reset()
-    logger.append = append_and_reset
 
 
 def noting_failure(write):

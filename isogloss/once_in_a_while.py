@@ -7,11 +7,11 @@ import operator
 import sys
 from functools import reduce
 
-import deepspeed
 import torch.distributed as dist
 
 from isogloss.checkpoints.checkpoint import checkpoint_name, save_checkpoint
 from isogloss.checkpoints.run_identity import checkpoint_folder, run_identity, run_layout
+from isogloss.doors import door
 from isogloss.errors import CannotSave
 from isogloss.evaluation.evaluate import evaluate, metrics_of
 from isogloss.flags.model_names import without_secrets
@@ -20,16 +20,9 @@ from isogloss.inputs import num_readers
 from isogloss.job.columns import to_device
 from isogloss.job.counts import global_sums
 from isogloss.job.launch import fail
-from isogloss.job.rendezvous import values_of_ranks
 from isogloss.job.step_report import named
 from isogloss.job.watch import FAILED, current_watch, print_line
-from isogloss.log import (
-    NOTHING_TAUGHT,
-    TIMED_STEPS,
-    WHERE_TO_LOOK,
-    speed_metrics,
-    time_collectives,
-)
+from isogloss.log import NOTHING_TAUGHT, WHERE_TO_LOOK, speed_metrics
 from isogloss.student.finite import has_finite_state
 
 
@@ -92,7 +85,8 @@ def write_results(state, inputs):
     if cfg.learn_projection or cfg.export:
         end_unless_finite(state, cfg.steps)
     if cfg.learn_projection:
-        from isogloss.checkpoints.export_files import export_projection, projection_path
+        from isogloss.checkpoints.export_files import projection_path
+        from isogloss.checkpoints.export_projection import export_projection
 
         learned = inputs.teachers[0].loss.learned_projection
         end_if_failed(export_projection(state.engine, learned, projection_path(cfg)))
@@ -174,6 +168,8 @@ def judge(state, held_out, step, log, signals):
         log_evaluation(state, held_out, step, log)
         state.due.remove("evaluation")
     if "tasks" in state.due and state.tasks:
+        from isogloss.tasks import log_tasks
+
         if log_tasks(state, step, log, lambda: bool(signals.received)):
             state.due.remove("tasks")
 
@@ -244,40 +240,12 @@ def evaluation_metrics(state, sums):
     return metrics
 
 
-def log_tasks(state, step, log, stop):
-    """Judge the student by --eval_tasks, and log what comes out; tell whether anything did.
-
-    Args:
-        stop: () -> this rank has been asked to end; then nothing is logged.
-    """
-    from isogloss.tasks import as_markdown
-
-    log.flush()
-    with state.whole_student.model() as (model, agree):
-        metrics, records = state.tasks.run(model, agree, stop)
-    if metrics:
-        log.write(step, metrics)
-        table = as_markdown([task.name for task in state.tasks.tasks], metrics)
-        log.say(step, "tasks", table.splitlines())
-        of_ranks = values_of_ranks(records)
-        records = [record for of_rank in of_ranks for record in of_rank]
-        log.write_records("eval_tasks", step, records)
-    return bool(metrics)
-
-
 def times_collectives(ds_config):
     """Return whether the ds_config asks how long collectives take; starts that, too."""
     enabled = bool(ds_config.get("comms_logger", {}).get("enabled"))
     if enabled:
-        time_collectives()
+        door("collectives").time_collectives()
     return enabled
-
-
-def show_collectives(step, start, steps):
-    """Print what the collectives of the first steps took, and time no more, once they are over."""
-    if step == min(start + TIMED_STEPS, steps):
-        deepspeed.comm.log_summary()
-        deepspeed.comm.comm.comms_logger.enabled = False
 
 
 def save_if_new(state, start, log):

@@ -69,6 +69,25 @@ def as_markdown(names, metrics):
     return markdown_table(rows)
 
 
+def log_tasks(state, step, log, stop):
+    """Judge the student by --eval_tasks, and log what comes out; tell whether anything did.
+
+    Args:
+        stop: () -> this rank has been asked to end; then nothing is logged.
+    """
+    log.flush()
+    with state.whole_student.model() as (model, agree):
+        metrics, records = state.tasks.run(model, agree, stop)
+    if metrics:
+        log.write(step, metrics)
+        table = as_markdown([task.name for task in state.tasks.tasks], metrics)
+        log.say(step, "tasks", table.splitlines())
+        of_ranks = values_of_ranks(records)
+        records = [record for of_rank in of_ranks for record in of_rank]
+        log.write_records("eval_tasks", step, records)
+    return bool(metrics)
+
+
 def _start_ranks():
     """Join the ranks that torchrun has started; returns (rank, ranks, device)."""
     size = int(os.environ.get("WORLD_SIZE", 1))

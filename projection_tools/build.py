@@ -14,7 +14,9 @@ from dataclasses import asdict, dataclass
 
 import numpy as np
 
-from isogloss.flags.parse import MISSING, OLD_NAMES, check_output, flag, shared, tool
+from isogloss.flags.parse import MISSING, flag
+from isogloss.flags.tool import OLD_NAMES, check_output, shared, tool
+from isogloss.projection_tools.args import PairArgs
 from isogloss.projection_tools.arrays import fill_empty, pack
 from isogloss.projection_tools.cut import cut_rows
 from isogloss.projection_tools.exact import exact_pairs, pin_exact
@@ -22,7 +24,6 @@ from isogloss.projection_tools.files import cached
 from isogloss.projection_tools.generate import Embedder, similar_rows
 from isogloss.projection_tools.multitoken import Args as SpellingArgs, multitoken_rows
 from isogloss.projection_tools.projection_files import as_tables, finish
-from isogloss.projection_tools.tokenizers import PairArgs
 from isogloss.spelling import spell
 
 VERSION = 5  # of what is cached; raise it when the same flags give another projection

@@ -13,12 +13,11 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from isogloss.flags.parse import MOST_SLOTS, OLD_NAMES, check_output, flag, tool
+from isogloss.flags.parse import flag
 from isogloss.flags.terminal import one_line
-from isogloss.projection_tools.files import cached, save_atomically
-from isogloss.projection_tools.tokenizers import PairArgs, tokenizer_metadata
-
-VERSION = 4  # of the tables; raise it when they change for the same two tokenizers
+from isogloss.flags.tool import MOST_SLOTS, OLD_NAMES, check_output, tool
+from isogloss.projection_tools.args import PairArgs
+from isogloss.projection_tools.save import save_atomically, tokenizer_metadata
 
 
 def build_translation(pair, max_pieces=16):
@@ -36,12 +35,6 @@ def build_translation(pair, max_pieces=16):
         if isinstance(value, np.ndarray):
             tables[key] = torch.from_numpy(value.astype(np.int32))
     return tables | tokenizer_metadata(pair)
-
-
-def cached_translation(pair, directory=None):
-    """Return the tables of `build_translation`, kept on disk under the digest of the pair."""
-    name = f"translation-{VERSION}-{pair.digest}.pt"
-    return cached(name, lambda: build_translation(pair), directory)
 
 
 def statistics(tables):

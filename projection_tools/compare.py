@@ -7,11 +7,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from isogloss.flags.parse import MISSING, OLD_NAMES, flag, tool
+from isogloss.flags.parse import MISSING, flag
+from isogloss.flags.tool import OLD_NAMES, tool
+from isogloss.projection_tools.args import PairArgs
 from isogloss.projection_tools.arrays import entries
 from isogloss.projection_tools.projection_files import load_arrays
 from isogloss.projection_tools.show import byte_explained, row_text
-from isogloss.projection_tools.tokenizers import PairArgs
 
 SAME = 1e-6  # rows at this distance or less are the same; float32 in a file rounds to 6e-8
 

@@ -6,10 +6,11 @@
 
 from dataclasses import dataclass
 
-from isogloss.flags.parse import MISSING, MOST_SLOTS, OLD_NAMES, check_output, flag, tool
+from isogloss.flags.parse import MISSING, flag
+from isogloss.flags.tool import MOST_SLOTS, OLD_NAMES, check_output, tool
+from isogloss.projection_tools.args import PairArgs
 from isogloss.projection_tools.arrays import entries, pack
 from isogloss.projection_tools.projection_files import finish, load_arrays
-from isogloss.projection_tools.tokenizers import PairArgs
 
 
 def cut_rows(projection, top_k, threshold=0.0):

@@ -8,10 +8,11 @@ from dataclasses import dataclass
 import numpy as np
 
 from isogloss.align import all_bytes
-from isogloss.flags.parse import MISSING, OLD_NAMES, check_output, flag, tool
+from isogloss.flags.parse import MISSING, flag
+from isogloss.flags.tool import OLD_NAMES, check_output, tool
+from isogloss.projection_tools.args import PairArgs
 from isogloss.projection_tools.arrays import widen
 from isogloss.projection_tools.projection_files import finish, load_arrays
-from isogloss.projection_tools.tokenizers import PairArgs
 from isogloss.spelling import spell
 
 

@@ -1,12 +1,9 @@
-"""Tables as files: written by atomic rename, read with ``torch.load(weights_only=True)``, cached.
-"""
+"""Tables as files: read with ``torch.load(weights_only=True)``, built once a machine."""
 
 import fcntl
 import hashlib
-import io
 import json
 import os
-import secrets
 import warnings
 import zipfile
 from contextlib import contextmanager
@@ -15,52 +12,9 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from isogloss.flags.parse import check_output
-
 CACHE = Path(os.environ.get("ISOGLOSS_CACHE", "~/.cache/isogloss")).expanduser()
 CHECKSUM = "checksum"  # key of a cached file
-
-
-def save_atomically(tables, path):
-    """Write tensors and plain values, as .safetensors or by torch.save.
-
-    The file appears under its name when it is complete, or not at all.
-
-    Raises:
-        ValueError: it cannot be written there.
-    """
-    path = Path(path)
-    check_output(path)
-    buffer = io.BytesIO()  # torch.save would write a file's name into its content
-    if path.suffix == ".safetensors":
-        buffer.write(_safetensors(tables))
-    else:
-        torch.save(tables, buffer)
-    # By chance, because processes of two machines may have one number.
-    scratch = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        try:
-            with open(scratch, "xb") as file:  # a new one: it follows no link that waits there
-                file.write(buffer.getvalue())
-            os.replace(scratch, path)
-        finally:
-            scratch.unlink(missing_ok=True)
-    except OSError as error:
-        raise ValueError(f"{path}: cannot be written ({error.strerror}); name another file") \
-            from None
-
-
-def _safetensors(tables):
-    from safetensors.torch import save
-
-    tensors = {}
-    plain = {}
-    for key, value in tables.items():
-        group = tensors if isinstance(value, torch.Tensor) else plain
-        group[key] = value
-    # One JSON text, because safetensors does not keep the order of several metadata keys.
-    return save(tensors, metadata={"isogloss": json.dumps(plain)})
+VERSION = 4  # of the tables of `cached_translation`; raise it when these change for a pair
 
 
 def load_tables(path):
@@ -119,6 +73,8 @@ def cached(name, build, directory=None):
         try:
             return _load_checked(path)
         except ValueError:  # absent, or damaged: build it anew
+            from isogloss.projection_tools.save import save_atomically
+
             tables = build()
             save_atomically(tables | {CHECKSUM: _checksum(tables, name)}, path)
     return _load_checked(path)
@@ -166,3 +122,14 @@ def _checksum(tables, name):
         else:
             digest.update(f"{key} {value!r}".encode())
     return digest.hexdigest()
+
+
+def cached_translation(pair, directory=None):
+    """Return the tables of `build_translation`, kept on disk under the digest of the pair."""
+    def build():
+        from isogloss.projection_tools.cells import build_translation
+
+        return build_translation(pair)
+
+    name = f"translation-{VERSION}-{pair.digest}.pt"
+    return cached(name, build, directory)

@@ -14,10 +14,12 @@ import numpy as np
 import torch
 
 from isogloss.flags.model_names import read_model_name
-from isogloss.flags.parse import MISSING, MOST_SLOTS, OLD_NAMES, check_output, flag, tool
+from isogloss.flags.parse import MISSING, flag
+from isogloss.flags.tool import MOST_SLOTS, OLD_NAMES, check_output, tool
+from isogloss.projection_tools.args import PairArgs
 from isogloss.projection_tools.arrays import pack
 from isogloss.projection_tools.projection_files import finish
-from isogloss.projection_tools.tokenizers import PairArgs, load_tokenizer, reading
+from isogloss.projection_tools.tokenizers import load_tokenizer, reading
 
 FLOATS_PER_MIB = 2**18  # of float32
 

@@ -12,10 +12,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from isogloss.flags.parse import MISSING, MOST_SLOTS, OLD_NAMES, check_output, flag, tool
+from isogloss.flags.parse import MISSING, flag
+from isogloss.flags.tool import MOST_SLOTS, OLD_NAMES, check_output, tool
+from isogloss.projection_tools.args import PairArgs
 from isogloss.projection_tools.arrays import entries, fill_empty, pack
 from isogloss.projection_tools.projection_files import finish, load_arrays
-from isogloss.projection_tools.tokenizers import PairArgs
 from isogloss.spelling import link_special_tokens, spell
 
 # Weight of the first piece, and of each further piece relative to the one before it.  Not tuned.

@@ -21,9 +21,12 @@ from pathlib import Path
 import numpy as np
 
 from isogloss.align import align
-from isogloss.flags.parse import MISSING, OLD_NAMES, flag, shared, tool
-from isogloss.projection_tools.cells import cached_translation, statistics
-from isogloss.projection_tools.tokenizers import Pair, PairArgs
+from isogloss.flags.parse import MISSING, flag
+from isogloss.flags.tool import OLD_NAMES, shared, tool
+from isogloss.projection_tools.args import PairArgs
+from isogloss.projection_tools.cells import statistics
+from isogloss.projection_tools.files import cached_translation
+from isogloss.projection_tools.tokenizers import Pair
 
 PAGE = 2000  # characters that are read at a time
 

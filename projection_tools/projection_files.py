@@ -9,8 +9,8 @@ import torch
 
 from isogloss.flags.terminal import one_line
 from isogloss.projection_tools.arrays import describe
-from isogloss.projection_tools.files import load_tables, save_atomically
-from isogloss.projection_tools.tokenizers import tokenizer_metadata
+from isogloss.projection_tools.files import load_tables
+from isogloss.projection_tools.save import save_atomically, tokenizer_metadata
 
 # A row's sum may be off by this much: bfloat16 rounds a row of four to a few thousandths.
 SUM_TOLERANCE = 1e-2

@@ -12,13 +12,14 @@ import numpy as np
 import torch
 
 from isogloss.align import all_bytes
-from isogloss.flags.parse import MISSING, OLD_NAMES, flag, tool
+from isogloss.flags.parse import MISSING, flag
 from isogloss.flags.terminal import one_line
+from isogloss.flags.tool import OLD_NAMES, tool
 from isogloss.losses import common_tokens
+from isogloss.projection_tools.args import PairArgs
 from isogloss.projection_tools.arrays import describe
 from isogloss.projection_tools.build import empty_row_reasons
 from isogloss.projection_tools.projection_files import load_arrays
-from isogloss.projection_tools.tokenizers import PairArgs
 from isogloss.spelling import link_special_tokens
 
 # --- facts ----------------------------------------------------------------------------------------

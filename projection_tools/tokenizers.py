@@ -4,13 +4,12 @@ import hashlib
 import json
 import warnings
 from contextlib import contextmanager, suppress
-from dataclasses import MISSING, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from unittest import mock
 
 from isogloss.align import ROLES, TokenTable, fingerprint
 from isogloss.flags.model_names import read_model_name
-from isogloss.flags.parse import check_flags, flag
 
 
 @dataclass
@@ -214,29 +213,3 @@ def reason_of(error):
     if isinstance(error, (OSError, ValueError, ImportError)):
         return text
     return f"{type(error).__name__}: {text}"
-
-
-@dataclass(kw_only=True)
-class PairArgs:
-    """The flags of every tool that is about two tokenizers."""
-
-    student: str = flag(MISSING, "hub id or directory with the student's tokenizer.")
-    teacher: str = flag(MISSING, "hub id or directory with the teacher's tokenizer.")
-    trust_remote_code: bool = flag(
-        False, "run the Python code that comes with a model, which can do anything.")
-
-    def __post_init__(self):
-        check_flags(self)
-
-    def load_pair(self):
-        return Pair.load(self.student, self.teacher, self.trust_remote_code)
-
-
-def tokenizer_metadata(pair):
-    """Return what a file says of the tokenizers that it belongs to, by the names of its keys."""
-    values = {"fingerprint": pair.fingerprints, "roles": pair.roles, "model_id": pair.names}
-    metadata = {}
-    for key, (student_value, teacher_value) in values.items():
-        metadata[f"student_{key}"] = student_value
-        metadata[f"teacher_{key}"] = teacher_value
-    return metadata

@@ -22,7 +22,7 @@ from isogloss.log import model_versions
 from isogloss.models import adapters
 from isogloss.models.pretrained import check_weights, load_model
 from isogloss.student.engine import EngineRunner
-from isogloss.teachers.engines import whole as model_teachers
+from isogloss.teachers.engines import sharded
 from jobs import check_refusals, ds_config, losses_of, run_distill, write_corpus
 
 peft = pytest.importorskip("peft", reason="the optional peft is absent")
@@ -357,7 +357,7 @@ def test_a_revision_is_what_is_read_and_recorded(models, tmp_path, monkeypatch):
         weights = load_model("teacher", name).state_dict()
         for key, tensor in tensors_of(model).items():
             assert torch.equal(weights[key], tensor)
-        folder = model_teachers.local_folder(name)
+        folder = sharded.local_folder(name)
         assert folder.name == commit
     cfg = Config(student=str(models[0]), teacher="org/name@v1", data="d")
     assert model_versions(cfg) == {

@@ -22,11 +22,9 @@ from isogloss.align import (
     common_cut,
     coverage,
     cut_chunks,
-    html_page,
     locate,
-    main,
-    view,
 )
+from isogloss.align_view import html_page, main, view
 from tokens import real, segmented, table_of
 
 NAMES = "llama3", "llama2", "qwen2", "gpt2", "t5", "deepseek_coder", "mistral_v7", "tok512"

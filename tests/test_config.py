@@ -11,18 +11,12 @@ import torch
 from cases import close, gradient
 from conftest import ROOT
 from isogloss import losses
-from isogloss.config import (
-    OF_TASKS,
-    Config,
-    configs_by_teacher,
-    loss_flags,
-    routes_by_teacher,
-    teacher_keys,
-)
+from isogloss.config import OF_TASKS, Config, configs_by_teacher, routes_by_teacher
 from isogloss.flags.help import help_text
 from isogloss.flags.parse import choices_of, parse_flags
 from isogloss.objective.loss_table import LOSSES, LossSpec, build_loss
 from isogloss.projection_tools.build import cached_projection
+from isogloss.several_teachers import loss_flags, teacher_keys
 from isogloss.teachers.model import ENGINES
 from isogloss.tile_plan import SubTile
 from tokens import pair_of
@@ -56,7 +50,7 @@ def test_the_memory_of_the_loss_follows_the_device(monkeypatch):
     cpu, cuda = torch.device("cpu"), torch.device("cuda")
     assert tile_memory(cfg, cpu) == 512
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (70 * 2**30, 80 * 2**30))
-    assert tile_memory(cfg, cuda) == 4096
+    assert tile_memory(cfg, cuda) == 8192
     assert tile_memory(Config(**GOOD, loss_memory_mib=7), cuda) == 7
     assert tile_memory(Config(**GOOD, loss_memory_mib=7, tiled=False), cuda) == float("inf")
     assert [automatic_mib(gib * 2**30) for gib in (1, 20, 1000)] == [512, 2048, 16_384]
@@ -68,7 +62,7 @@ def test_the_table_of_losses_decides(monkeypatch):
         Config(**GOOD, loss="mine")
     monkeypatch.setitem(LOSSES, "mine", LossSpec(build=None, needs="chunks", flags=("seed",)))
     assert Config(**GOOD, loss="mine").loss == "mine"
-    assert "seed" in loss_flags() and "seed" in teacher_keys()
+    assert "seed" in loss_flags() and "seed" in teacher_keys(Config)
 
 
 @pytest.mark.parametrize("name", [name for name, spec in LOSSES.items()

@@ -19,7 +19,7 @@ from isogloss.cross_tokenizer import LOSSES, CrossTokenizerKD, check_columns
 from isogloss.loss_bounds import CHOICES, NUMBERS
 from isogloss.projection_tools import build, cells
 from isogloss.projection_tools.build import as_tables
-from isogloss.projection_tools.files import save_atomically
+from isogloss.projection_tools.save import save_atomically
 from isogloss.projection_tools.tokenizers import Pair
 from tokens import real
 

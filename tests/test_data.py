@@ -11,7 +11,7 @@ import torch
 
 from isogloss.data import chat, order
 from isogloss.data.open_data import load_dataset
-from isogloss.data.stream import StreamedExamples
+from isogloss.data.stream import StreamedExamples, joined_rows
 from isogloss.data.turns import SkippedChat, Template
 from isogloss.data.workers import Loader
 from isogloss.errors import DataError
@@ -204,7 +204,7 @@ def test_neighboring_rows_are_joined_whole_up_to_so_many_characters(characters):
     stream = StreamedExamples(dataset.to_iterable_dataset(), reader, 3)
     assert sorted(stream.example(position).content for position in range(size)) == sorted(texts)
     for rows in (dataset, list(dataset)):
-        assert [row["text"] for row in order.joined_rows(rows, reader)] == texts
+        assert [row["text"] for row in joined_rows(rows, reader)] == texts
 
 
 def test_what_is_joined_is_text():

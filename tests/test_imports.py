@@ -10,6 +10,7 @@ from isogloss.doors import DOORS as DOORS_OF_RUNS
 STANDALONE = {  # file: which of our files it takes where it finds them beside it
     "align.py": set(),
     "align_dp.py": {"align"},
+    "align_view.py": {"align"},
     "loss_bounds.py": set(),
     "losses.py": set(),
     "policy_losses.py": {"losses"},
@@ -23,7 +24,8 @@ STANDALONE = {  # file: which of our files it takes where it finds them beside i
 }
 # A room imports from those before it.  A name with a dot is a file of isogloss/ itself.
 ROOMS = ["STANDALONE", ".errors", ".doors", "flags", "projection_tools", ".curves", "job", "data",
-         "models", "teachers", "objective", ".loss_table", ".config", ".targets", "student",
+         "models", "teachers", "objective", ".loss_table", ".several_teachers",
+         ".config", ".targets", "student",
          "checkpoints", "evaluation", "writing", ".command", ".log", ".demo_report", ".plan",
          ".tasks", ".export", ".transfer", ".vllm_writer", ".inputs", "integrations",
          "report", ".cache", ".build", ".once_in_a_while", "PROGRAMS"]

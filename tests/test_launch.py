@@ -306,7 +306,7 @@ def test_a_token_that_can_be_guessed_is_refused(tmp_path):
 
 
 def test_only_a_private_file_of_this_user_holds_a_secret(tmp_path, monkeypatch):
-    from isogloss.job import rendezvous
+    from isogloss.job import rendezvous, secret
 
     monkeypatch.setenv("RANK", "1")
     good = rendezvous.MAGIC + b"s" * 32
@@ -316,17 +316,17 @@ def test_only_a_private_file_of_this_user_holds_a_secret(tmp_path, monkeypatch):
         path.write_bytes(content)
         path.chmod(mode)
         with pytest.raises(SystemExit, match=r"rank 1 on .* cannot read the secret of the job"):
-            rendezvous._read_secret(str(path))
+            secret.read_secret(str(path))
     path.write_bytes(good)
     path.chmod(0o600)
-    assert rendezvous._read_secret(str(path)) == b"s" * 32
+    assert secret.read_secret(str(path)) == b"s" * 32
     if os.geteuid() == 0:
         os.chown(path, 12345, 12345)
         with pytest.raises(SystemExit):
-            rendezvous._read_secret(str(path))
+            secret.read_secret(str(path))
     os.mkfifo(tmp_path / "pipe")
     with pytest.raises(SystemExit):
-        rendezvous._read_secret(str(tmp_path / "pipe"))
+        secret.read_secret(str(tmp_path / "pipe"))
 
 
 UNPICKLES = {"pickle", "all_gather_object", "broadcast_object_list", "gather_object",

@@ -6,8 +6,10 @@ import pytest
 
 import ranks
 from isogloss.config import Config
-from isogloss.data import mixture, stream
-from isogloss.data.mixture import BLOCK, Mixture, Source, SourceOptions, seed_of, sources_of
+from isogloss.data import stream
+from isogloss.data.kinds import mixed as mixture
+from isogloss.data.kinds.mixed import BLOCK, Mixture
+from isogloss.data.mixture import Source, SourceOptions, seed_of, sources_of
 from isogloss.data.open_data import load_dataset
 from isogloss.data.order import ExampleReader, ShuffledExamples
 from isogloss.data.stream import StreamedExamples

@@ -20,7 +20,7 @@ SHARED_NAMES = {
 
 
 def trees():
-    """Return {path: syntax tree} of all files that are imported or copied, and of the benchmarks."""
+    """Return {path: syntax tree} of what is imported or copied, and of benchmarks."""
     paths = {*modules().values(), *(ROOT / "benchmarks").glob("*.py")}
     return {path: ast.parse(path.read_text()) for path in sorted(paths)}
 

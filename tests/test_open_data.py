@@ -15,10 +15,10 @@ import pyarrow.parquet as pq
 import pytest
 import zstandard
 
-from isogloss.data import open_data
 from isogloss.data.batch import Collator
 from isogloss.data.checks import explained
 from isogloss.data.file_rows import ROWS_TO_PEEK
+from isogloss.data.kinds import elsewhere
 from isogloss.data.open_data import Request, filled_columns, holds_chats, load_dataset
 from isogloss.data.order import ExampleReader
 from isogloss.data.sample import TextEncoder
@@ -363,7 +363,7 @@ def test_chats_of_a_folder_are_read_by_split(tmp_path, monkeypatch):
     for streaming in (False, True):
         for split, expected in (("train", [PLAIN] * 4), ("test", [WITH_CALL])):
             request = Request("org/name", "chat", split, streaming, (), (), (), "line")
-            assert [row["chat"] for row in open_data._open_hub(request)] == expected
+            assert [row["chat"] for row in elsewhere.open_hub(request)] == expected
 
 
 def test_saved_splits_are_read(tmp_path):

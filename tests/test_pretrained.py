@@ -18,12 +18,14 @@ from tokenizers import Tokenizer
 import ranks
 from conftest import asset
 from isogloss import distill, inputs
-from isogloss.inputs import check_flash_attention
 from isogloss.job.launch import silence_libraries, start_distributed
-from isogloss.models.pretrained import check_random, check_weights, load_config, load_model
+from isogloss.models.pretrained import check_weights, load_config, load_model
 from isogloss.projection_tools import generate
 from isogloss.projection_tools.tokenizers import load_tokenizer
 from isogloss.student.engine import gathered, load_student
+from isogloss.student.options import flash_attention
+from isogloss.student.options.flash_attention import check_flash_attention
+from isogloss.student.options.from_scratch import check_random
 from isogloss.teachers.engines.whole import load_replicated
 from isogloss.teachers.model import ModelSpec
 from wrong_input import check_one_line, error_line, good_line, outcomes
@@ -269,7 +271,7 @@ def test_where_flash_attention_cannot_run(models, monkeypatch):
     half = {"bf16": {"enabled": True}}
     with pytest.raises(ValueError, match="flash_attention_2: needs a CUDA device and the package"):
         check_flash_attention(distill.Config(**flags), half)
-    monkeypatch.setattr(inputs, "is_flash_attn_2_available", lambda: True)
+    monkeypatch.setattr(flash_attention, "is_flash_attn_2_available", lambda: True)
     bfloat16 = distill.Config(**flags, teacher_dtype="bfloat16")
     with pytest.raises(ValueError, match="leaves the student in float32; enable bf16"):
         check_flash_attention(bfloat16, {})

@@ -28,6 +28,7 @@ from isogloss.projection_tools import (
     show,
 )
 from isogloss.projection_tools.arrays import fill_empty, pack
+from isogloss.projection_tools.save import save_atomically
 from isogloss.projection_tools.tokenizers import Pair
 from isogloss.spelling import link_special_tokens, spell as spell_tokens
 from test_spell import without_padding
@@ -363,7 +364,7 @@ def test_no_dense_matrix():
 def test_files_hold_what_was_saved(pair, projection, tmp_path):
     tables = projection_files.as_tables(projection, pair, "test")
     for name in ("p.pt", "p.safetensors"):
-        files.save_atomically(tables, tmp_path / name)
+        save_atomically(tables, tmp_path / name)
         back = projection_files.load_projection(tmp_path / name, pair)
         assert torch.equal(back["indices"], tables["indices"])
         assert back["tool"] == "test"
@@ -432,7 +433,7 @@ def test_another_eos_is_another_pair(tokenizers, tmp_path):
     assert pairs[0].digest != pairs[1].digest
     projections = [build.cached_projection(pair, directory=tmp_path) for pair in pairs]
     assert not torch.equal(*[projection["indices"] for projection in projections])
-    translations = [cells.cached_translation(pair, tmp_path) for pair in pairs]
+    translations = [files.cached_translation(pair, tmp_path) for pair in pairs]
     assert not torch.equal(*[tables["pieces_W"] for tables in translations])
 
     # A file knows which of the two it was made for.

@@ -10,7 +10,7 @@ import torch.distributed as dist
 import ranks
 from conftest import ROOT
 from isogloss import distill
-from isogloss.checkpoints import checkpoint
+from isogloss.checkpoints import choose
 from isogloss.checkpoints.checkpoint import find_checkpoint
 from isogloss.checkpoints.convert import check_convertible
 from isogloss.checkpoints.model_card import read_record
@@ -202,22 +202,22 @@ MOVES = {
 
 
 def test_what_an_older_checkpoint_lacks_was_as_it_is_by_default(monkeypatch):
-    monkeypatch.setattr(checkpoint, "position_of", lambda _: {"run": {"loss": "uld"}})
-    checkpoint.check_identity("auto", "folder", {"loss": "uld", "staleness": Config.staleness})
+    monkeypatch.setattr(choose, "position_of", lambda _: {"run": {"loss": "uld"}})
+    choose.check_identity("auto", "folder", {"loss": "uld", "staleness": Config.staleness})
     for other in ({"loss": "alm"}, {"loss": "uld", "staleness": 0}):
         with pytest.raises(ValueError, match="belongs to another run"):
-            checkpoint.check_identity("auto", "folder", other)
+            choose.check_identity("auto", "folder", other)
 
 
 def test_a_flag_that_left_had_to_be_as_it_always_is_now(monkeypatch):
     run = {"loss": "alm", "alm_mode": "binary_kl", "teacher_alpha": 1.0}
-    monkeypatch.setattr(checkpoint, "position_of", lambda _: {"run": run})
-    checkpoint.check_identity("auto", "folder", {"loss": "alm"})
+    monkeypatch.setattr(choose, "position_of", lambda _: {"run": run})
+    choose.check_identity("auto", "folder", {"loss": "alm"})
     run |= {"jsd_beta": 0.5, "token_half_life": 256.0, "tools_key": "tools"}  # elsewhere now
-    checkpoint.check_identity("auto", "folder", {"loss": "alm"})
+    choose.check_identity("auto", "folder", {"loss": "alm"})
     run["alm_mode"] = "squared"
     with pytest.raises(ValueError, match="alm_mode was 'squared', is 'binary_kl'"):
-        checkpoint.check_identity("auto", "folder", {"loss": "alm"})
+        choose.check_identity("auto", "folder", {"loss": "alm"})
 
 
 @pytest.mark.slow

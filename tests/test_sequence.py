@@ -13,8 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 import ranks
 from isogloss.job import sequence_group
 from isogloss.job.launch import silence_libraries, start_distributed
-from isogloss.job.layout import join_sequence_group
-from isogloss.job.sequence_group import sequence_shard
+from isogloss.job.sequence_group import join_sequence_group, sequence_shard
 from isogloss.models import activations
 from isogloss.student import ulysses
 from isogloss.student.ulysses import check_sequence_layout

@@ -12,11 +12,12 @@ import ranks
 from isogloss.config import Config
 from isogloss.job.launch import silence_libraries, start_distributed
 from isogloss.job.layout import teacher_groups
-from isogloss.job.replicas import join_ids, join_members
 from isogloss.models.pretrained import check_weights
 from isogloss.teachers.engines import layers
 from isogloss.teachers.engines.layers import check_compile
-from isogloss.teachers.engines.whole import Offload, head_gives_own_logits, load_replicated
+from isogloss.teachers.engines.offload import Offload
+from isogloss.teachers.engines.replicas import join_ids, join_members
+from isogloss.teachers.engines.whole import head_gives_own_logits, load_replicated
 from isogloss.teachers.model import ModelSpec, resolve_engine
 from isogloss.teachers.protocol import load_teacher
 

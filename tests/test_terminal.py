@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from isogloss import align
+from isogloss import align_view
 from isogloss.flags.terminal import harmless, one_line
 from jobs import ds_config
 from text_servers import StandIn
@@ -169,8 +169,8 @@ def test_tokens_are_shown_in_our_colors_alone(tokens):
     words = ["align.py", "--student", tokens[0], "--teacher", tokens[1],
              "--show", f"a <0{HOSTILE}> b <1{HOSTILE}>"]
     printed = on_a_terminal(words, ROOT)
-    assert align.CYAN in printed and align.RED in printed
-    for color in (align.CYAN, align.RED, align.YELLOW, align.RESET):
+    assert align_view.CYAN in printed and align_view.RED in printed
+    for color in (align_view.CYAN, align_view.RED, align_view.YELLOW, align_view.RESET):
         printed = printed.replace(color, "")
     assert not commands_in(printed) and "title" in printed, printed
     printed = run(["align.py", "--student", f"none{HOSTILE}", *words[3:]], ROOT, 1)

@@ -9,9 +9,10 @@ import zipfile
 import pytest
 import torch
 
-from isogloss.projection_tools import build, cells, cut, show
-from isogloss.projection_tools.files import cached, load_tables, save_atomically
+from isogloss.projection_tools import build, cells, cut, files, show
+from isogloss.projection_tools.files import cached, load_tables
 from isogloss.projection_tools.projection_files import as_tables
+from isogloss.projection_tools.save import save_atomically
 from isogloss.projection_tools.tokenizers import Pair
 from pickled import Command
 from wrong_input import error_line
@@ -149,7 +150,7 @@ def as_bytes(tables):
 
 def test_a_bit_that_flips_in_a_cache_is_noticed(pair, tmp_path):
     """Or changes no value, as one of the padding between tensors."""
-    expected = as_bytes(cells.cached_translation(pair, directory=tmp_path))
+    expected = as_bytes(files.cached_translation(pair, directory=tmp_path))
     [path] = tmp_path.glob("*.pt")
     good_file = path.read_bytes()
     built = []
@@ -170,7 +171,7 @@ def test_a_bit_that_flips_in_a_cache_is_noticed(pair, tmp_path):
 @pytest.mark.parametrize("case", CACHES)
 @pytest.mark.parametrize("kind", ["projection", "translation"])
 def test_a_damaged_cache_is_built_anew(kind, case, pair, tmp_path):
-    load = build.cached_projection if kind == "projection" else cells.cached_translation
+    load = build.cached_projection if kind == "projection" else files.cached_translation
     expected = as_bytes(load(pair, directory=tmp_path))
     [path] = tmp_path.glob("*.pt")
     good_file = path.read_bytes()

@@ -18,11 +18,9 @@ import json
 import os
 import random
 import shutil
-import sys
 import time
 import zlib
 from contextlib import contextmanager, suppress
-from dataclasses import fields
 from pathlib import Path
 
 import numpy as np
@@ -30,11 +28,7 @@ import torch
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 
-from isogloss.config import Config
 from isogloss.errors import CannotSave
-from isogloss.flags.model_names import without_secrets
-from isogloss.flags.other_names import DEFAULTS_OF_BEFORE
-from isogloss.flags.parse import line_about
 from isogloss.job.files import (
     files_in,
     replace_folder,
@@ -120,7 +114,7 @@ def save_checkpoint(engine, folder, step, *, identity, layout, keep, state,
 
 def _complete(scratch, target, position):
     """Write position.json and give a checkpoint its final name."""
-    position[CHECKSUM] = _checksum_of(position)
+    position[CHECKSUM] = checksum_of(position)
     write_atomically(scratch / POSITION, json.dumps(position, indent=1))
     sync(scratch)
     # The target exists if the run saved this step before and went back to an earlier one.  The old
@@ -134,10 +128,10 @@ def _seal(folder):
         sync(folder / name)
         return size_and_checksum(folder / name)
 
-    return dict(_divided(seal, files_in(folder)))
+    return dict(divided(seal, files_in(folder)))
 
 
-def _divided(function, names):
+def divided(function, names):
     """Return [(name, function(name))], where every rank has computed some of them."""
     rank = 0
     num_ranks = 1
@@ -150,7 +144,7 @@ def _divided(function, names):
     return list(itertools.chain.from_iterable(values_of_ranks(results)))
 
 
-def _checksum_of(position):
+def checksum_of(position):
     content = {key: value for key, value in position.items() if key != CHECKSUM}
     return zlib.crc32(json.dumps(content, sort_keys=True).encode())
 
@@ -164,7 +158,7 @@ def _remove_old_checkpoints(latest, keep):
             continue
         if num_whole >= keep:
             os.rename(checkpoint, scratch_of(checkpoint))  # so that nothing half-deleted counts
-        elif not _missing_or_cut(checkpoint):
+        elif not missing_or_cut(checkpoint):
             num_whole += 1
     _remove_half_written(folder)
 
@@ -219,77 +213,11 @@ def find_checkpoint(choice, folder, identity):
             damaged one; no checkpoint is whole; the checkpoint belongs to a run with another
             identity.
     """
-    if choice in ("auto", "never"):
-        checkpoints = complete_checkpoints(folder)
-        if not checkpoints:
-            return None
-        if choice == "never":
-            raise ValueError(
-                f"--resume=never: {folder} already holds {checkpoints[-1].name}; choose another "
-                "--output_dir or remove it")
-        checkpoint = _newest_whole(checkpoints)
-    else:
-        checkpoint = Path(choice)
-        if not (checkpoint / POSITION).is_file():
-            raise ValueError(
-                f"--resume={choice}: {checkpoint} is not a complete checkpoint; expected a folder "
-                "step_*")
-        damage = damage_of(checkpoint)
-        if damage:
-            raise ValueError(f"--resume={choice}: {damage}; name another checkpoint")
-    check_identity(choice, checkpoint, identity)
-    return checkpoint
+    if choice in ("auto", "never") and not complete_checkpoints(folder):
+        return None
+    from isogloss.checkpoints.choose import chosen
 
-
-def _newest_whole(checkpoints):
-    """Return the last checkpoint that is whole; a line on stderr names those that are not."""
-    for checkpoint in reversed(checkpoints):
-        damage = damage_of(checkpoint)
-        if not damage:
-            return checkpoint
-        if not dist.is_initialized() or dist.get_rank() == 0:
-            print(line_about(f"{damage}; it is left out"), file=sys.stderr, flush=True)
-    raise ValueError(
-        f"--resume=auto: {damage}, and no other checkpoint there is whole; restore the file, or "
-        "move the checkpoints away to start anew")
-
-
-def damage_of(checkpoint):
-    """Say which file of a checkpoint is damaged, the same on all ranks, which take part; "": none.
-    """
-    damage = _missing_or_cut(checkpoint)
-    damage = next(filter(None, values_of_ranks(damage)), "")
-    if damage:
-        return damage
-    files = position_of(checkpoint).get("files", {})
-
-    def is_damaged(name):
-        return size_and_checksum(checkpoint / name) != files[name]
-
-    for name, damaged in _divided(is_damaged, sorted(files)):
-        if damaged:
-            return f"{checkpoint / name} is damaged: its content is not what was written"
-    return ""
-
-
-def _missing_or_cut(checkpoint):
-    """Say which file of a checkpoint is missing or has another size, as far as this rank sees."""
-    path = checkpoint / POSITION
-    try:
-        position = position_of(checkpoint)
-        if position.get(CHECKSUM, _checksum_of(position)) != _checksum_of(position):
-            return f"{path} is damaged: its content is not what was written"
-    except FileNotFoundError:
-        return f"{path} is missing"
-    except (OSError, ValueError, AttributeError):
-        return f"{path} is damaged: it cannot be read"
-    for name, (size, _) in position.get("files", {}).items():
-        path = checkpoint / name
-        if not path.is_file():
-            return f"{path} is missing"
-        if path.stat().st_size != size:
-            return f"{path} is damaged: it has {path.stat().st_size} bytes, not {size}"
-    return ""
+    return chosen(choice, folder, identity)
 
 
 def agree_on_start(checkpoint):
@@ -310,28 +238,6 @@ def agree_on_start(checkpoint):
                 "step and time of the checkpoint); name a directory that all nodes share")
 
 
-def check_identity(choice, checkpoint, identity):
-    """Check that a checkpoint belongs to the run with this identity."""
-    # flags that an older checkpoint lacks were as they are by default
-    saved = {flag.name: flag.default for flag in fields(Config)}
-    saved |= without_secrets(position_of(checkpoint)["run"])
-    identity = identity | {
-        name: default for name, default in DEFAULTS_OF_BEFORE.items() if name in saved}
-    differing = [key for key, value in identity.items() if saved.get(key) != value]
-    if not differing:
-        return
-    values = [f"{key} was {saved.get(key)!r}, is {identity[key]!r}" for key in differing]
-    if differing == ["schedule"]:
-        raise ValueError(
-            f"--resume={choice}: {checkpoint} has another learning-rate schedule ({values[0]}); "
-            "add --extend_schedule to go on with the new one, by which the learning rate jumps, or "
-            'keep the old one: write its numbers in place of "auto" into the ds_config, or use '
-            "the same --steps")
-    raise ValueError(
-        f"--resume={choice}: {checkpoint} belongs to another run ({'; '.join(values)}); use the "
-        "same settings or another --output_dir")
-
-
 def position_of(checkpoint):
     """Return position.json of a checkpoint, the dict that `save_checkpoint` writes.
 
@@ -340,19 +246,24 @@ def position_of(checkpoint):
     return json.loads((checkpoint / POSITION).read_text())
 
 
-def needs_conversion(checkpoint, layout):
-    """Return whether a checkpoint was written in another layout; the engine must know at its start.
-
-    Raises:
-        ValueError: it cannot be converted, see `convert.check_convertible`.
-    """
-    position = position_of(checkpoint)
-    if position["layout"] == layout:
-        return False
-    from isogloss.checkpoints.convert import check_convertible
-
-    check_convertible(checkpoint, position, layout)
-    return True
+def missing_or_cut(checkpoint):
+    """Say which file of a checkpoint is missing or has another size, as far as this rank sees."""
+    path = checkpoint / POSITION
+    try:
+        position = position_of(checkpoint)
+        if position.get(CHECKSUM, checksum_of(position)) != checksum_of(position):
+            return f"{path} is damaged: its content is not what was written"
+    except FileNotFoundError:
+        return f"{path} is missing"
+    except (OSError, ValueError, AttributeError):
+        return f"{path} is damaged: it cannot be read"
+    for name, (size, _) in position.get("files", {}).items():
+        path = checkpoint / name
+        if not path.is_file():
+            return f"{path} is missing"
+        if path.stat().st_size != size:
+            return f"{path} is damaged: it has {path.stat().st_size} bytes, not {size}"
+    return ""
 
 
 # --- random state ---------------------------------------------------------------------------------

@@ -13,12 +13,8 @@ from pathlib import Path
 import torch
 from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 
-from isogloss.checkpoints.checkpoint import (
-    checkpoint_name,
-    complete_checkpoints,
-    damage_of,
-    position_of,
-)
+from isogloss.checkpoints.checkpoint import checkpoint_name, complete_checkpoints, position_of
+from isogloss.checkpoints.choose import damage_of
 from isogloss.checkpoints.convert import MODEL_STATES
 from isogloss.checkpoints.unpickle import known_classes_only
 

@@ -31,7 +31,6 @@ from isogloss.job.files import (
 from isogloss.job.rendezvous import values_of_ranks
 from isogloss.models.parts import adapter_of
 from isogloss.models.tied import untie_as_weights_do
-from isogloss.student.engine import gathered
 
 MANIFEST = "isogloss_export.json"
 
@@ -125,37 +124,9 @@ def check_replaceable(export, flag="--export"):
     target = real_path(export)
     if not os.path.lexists(target):
         return
-    if not target.is_dir():
-        raise ValueError(f"{flag} {export}: is a file; name a directory")
-    if os.path.ismount(target):  # which cannot be renamed
-        raise ValueError(f"{flag} {export}: is where a disk is mounted; name a directory in it")
-    written = _written_files(target)
-    # without a manifest one name says that it is no export, however much lies below
-    try:
-        others = os.listdir(target) if written is None else files_in(target)
-    except OSError as error:
-        raise ValueError(f"{flag} {export}: cannot be read ({error.strerror}); name another "
-                         "directory") from None
-    if written is not None:
-        others = [name for name in others if name != MANIFEST]
-    for name in others:
-        if name not in (written or {}):
-            raise ValueError(f"{flag} {export}: holds {name}, which no export of ours wrote and "
-                             "which would be lost; name another directory or remove it")
-        if size_and_checksum(target / name) != written[name]:
-            raise ValueError(f"{flag} {export}: its {name} was changed after it was exported, and "
-                             "the change would be lost; name another directory, or remove that "
-                             "file")
+    from isogloss.checkpoints.earlier_export import check_earlier
 
-
-def _written_files(target):
-    """Return {name: [bytes, CRC-32]} of what an export wrote; None: no manifest is there."""
-    try:
-        return dict(json.loads((target / MANIFEST).read_text())["files"])
-    except FileNotFoundError:
-        return None
-    except (OSError, ValueError, KeyError, TypeError):
-        return {}
+    check_earlier(flag, export, target)
 
 
 # --- write ----------------------------------------------------------------------------------------
@@ -268,25 +239,3 @@ def write_manifest(folder):
     mode = (folder / MANIFEST).stat().st_mode
     for name in files:
         (folder / name).chmod(mode)  # safetensors lets the owner alone read its files
-
-
-def export_projection(engine, learned_projection, target):
-    """Write a learned projection as a projection file; all ranks take part.
-
-    Args:
-        engine: whose module holds the scores as `.projection_scores`.
-        learned_projection: whose tables(scores) are what the file holds.
-    Returns:
-        Why it could not be written, the same on all ranks; None: it was.
-    """
-    from isogloss.projection_tools.files import save_atomically
-
-    error = None
-    scores = engine.module.projection_scores
-    with gathered(scores):
-        if dist.get_rank() == 0:
-            try:
-                save_atomically(learned_projection.tables(scores), target)
-            except ValueError as failure:
-                error = str(failure)
-    return values_of_ranks(error)[0]

@@ -81,3 +81,14 @@ def set_random_state(state):
     random.setstate(state["python"])
     get_accelerator().set_rng_state(state["device"])
     torch.set_rng_state(state["torch"])
+
+
+def follow_schedule(engine):
+    """Let the next step have the learning rate of the engine's schedule, after a load.
+
+    What a checkpoint restores is that of the schedule which wrote it.
+    """
+    schedule = engine.lr_scheduler
+    steps = getattr(schedule, "last_batch_iteration", -1)  # those of torch restore their length too
+    if steps >= 0:
+        schedule.step(steps)

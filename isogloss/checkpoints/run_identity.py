@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from isogloss.config import Config, configs_by_teacher, teacher_entries, teacher_keys
+from isogloss.config import Config, configs_by_teacher
 from isogloss.flags.model_names import without_secrets
 from isogloss.flags.parse import flags_that, is_table
 from isogloss.student.ds_config import (
@@ -43,8 +43,9 @@ def run_identity(cfg):
         identity["data"] = json.loads(cfg.data)
     identity["teacher"] = cfg.teacher_kind.lasting_name or cfg.teacher
     if cfg.teachers:
-        kinds = [teacher.teacher_kind for teacher in configs_by_teacher(cfg).values()]
-        identity["teachers"] = list(map(_lasting_entry, teacher_entries(cfg), kinds))
+        from isogloss.several_teachers import lasting_entries
+
+        identity["teachers"] = lasting_entries(cfg, configs_by_teacher(cfg).values(), free)
     ds_config = read_ds_config(cfg.ds_config)
     # how a step is cut into micro-batches may change, how many samples it has may not
     identity["samples_per_step"] = _batch_sizes(cfg, ds_config).train_batch_size
@@ -59,17 +60,6 @@ def run_identity(cfg):
         if key not in (*BATCH_KEYS, *RESUMABLE_KEYS):
             identity["ds_config"][key] = value
     return without_secrets(identity)  # a checkpoint holds it, and a signature may change
-
-
-def _lasting_entry(entry, kind):
-    """Return an entry of --teachers without what may change when a run resumes."""
-    flags = teacher_keys()
-    free = flags_that(Config, "free")
-    kept = {}
-    for key, value in entry.items():
-        if flags.get(key) not in free:
-            kept[key] = kind.lasting_name or value if key == "model" else value
-    return kept
 
 
 def expected_identity(cfg):

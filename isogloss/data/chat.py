@@ -460,12 +460,22 @@ def _try_chats(examples, encoder):
 
 
 def learned_tokens(example, encoder, train_on):
-    """Return (S,) bool, the tokens of an Example's chat that are learned; None: it is refused."""
+    """Return ((S,) bool: the tokens of an Example's chat that are learned, why there are none).
+
+    The reason follows a number of rows; None: there are some.
+    """
+    roles = {message["role"] for message in example.content}
+    if train_on == "assistant" and "assistant" not in roles:
+        return None, f"have no message of the role 'assistant' (but {', '.join(sorted(roles))})"
     try:
         rendering = render(example.content, encoder, example.tools)
     except SkippedChat:
-        return None
-    return encode_chat(example.content, rendering, encoder, train_on, example.context).learned
+        return None, "are refused by the student's chat template"
+    learned = encode_chat(example.content, rendering, encoder, train_on, example.context).learned
+    if not learned.any():
+        return None, ("hold nothing that the assistant says behind the prompt, or that is not "
+                      "excluded by its message")
+    return learned, None
 
 
 # --- in a batch -----------------------------------------------------------------------------------

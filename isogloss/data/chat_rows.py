@@ -13,12 +13,16 @@ import itertools
 import json
 import warnings
 
+import pyarrow as pa
+import pyarrow.compute as pc
+
 from isogloss.data.texts import (
     HALF_PAIR,
     MOST_CHARACTERS,
     is_text,
     listed,
 )
+from isogloss.errors import DataError
 
 # Keys of what a message thought: names that templates read, and all that data has.
 REASONING = "reasoning_content", "reasoning", "thinking", "tool_plan"
@@ -426,3 +430,41 @@ def _with_ids(messages):
             message = message | {"tool_call_id": name}
         changed.append(message | {"tool_calls": calls} if calls else message)
     return changed
+
+
+def check_messages(source, column, text_key):
+    """Raise a DataError for the first bad message of a column of chats, by Arrow."""
+    begin = 0
+    for chunk in column.chunks:
+        messages = chunk.flatten()
+        for problem, is_bad in _bad_messages(messages):
+            found = pc.index(is_bad, True).as_py()
+            if found >= 0:
+                rows = pc.list_parent_indices(chunk)
+                row = rows[found].as_py()
+                message = found - pc.index(rows, row).as_py()
+                raise DataError(f"--data {source}: row {begin + row} of {text_key!r}: message "
+                                f"{message} {problem}; repair or remove it")
+        begin += len(chunk)
+
+
+def _bad_messages(messages):
+    """Yield (problem, mask of the messages that have it)."""
+    yield "is null, expected role and content", messages.is_null()
+    fields = [field.name for field in messages.type]
+    role, content = ("role", "content") if "role" in fields else ("from", "value")
+    yield "has no role", pc.struct_field(messages, role).is_null()
+    missing = pc.struct_field(messages, content).is_null()
+    # A message may be a tool call or a thought alone; that those are not empty is seen later.
+    for name in ("tool_calls", "function_call", *THOUGHTS):
+        if name in fields:
+            missing = pc.and_(missing, pc.struct_field(messages, name).is_null())
+    yield "has no content", missing
+    for key in EXCLUDING.keys() & fields:
+        weights = pc.struct_field(messages, key)
+        if pa.types.is_floating(weights.type) or pa.types.is_integer(weights.type):
+            is_known = pc.is_in(weights, pa.array([0, 1, None], weights.type))
+            names = pc.utf8_lower(pc.utf8_trim_whitespace(pc.struct_field(messages, role)))
+            of_assistant = pa.array([name for name in ROLES if ROLES[name] == "assistant"])
+            yield (f"has a {key!r} that is not 0 or 1",
+                   pc.and_not(pc.is_in(names, of_assistant), is_known))

@@ -2,19 +2,17 @@
 
 Three looks at a data set: the first bytes of its files, before anything reads them; its columns,
 by Arrow, which is fast (streams have none); and every row when its turn comes.  The readers of
-file_rows.py name the line that they cannot read; of .txt files, which `datasets` reads, `explain`
-does.
+file_rows.py name the line that they cannot read; of .txt files, which `datasets` reads,
+kinds/faults.py does.
 
 Tests: tests/test_wrong_data.py.
 """
 
 import bz2
 import codecs
-import errno
 import glob
 import gzip
 import io
-import json
 import lzma
 import os
 import time
@@ -27,12 +25,9 @@ import pyarrow.compute as pc
 import pyarrow.ipc
 import pyarrow.parquet  # noqa: F401
 import zstandard
-from datasets import config
-from huggingface_hub.constants import HF_HUB_CACHE
 
 from isogloss.data.texts import problem_of
 from isogloss.errors import DataError
-from isogloss.flags.yaml_file import without_twins
 
 EMPTY_DATA = "the data set is empty; at least one row of text is needed"
 READERS = {".txt": "text", ".jsonl": "json", ".json": "json", ".parquet": "parquet",
@@ -51,8 +46,6 @@ def _open_zstd(file, mode):
 OPENERS = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open, ".zst": _open_zstd}
 DAMAGE = (OSError, EOFError, lzma.LZMAError, zlib.error, zstandard.ZstdError)  # what they raise
 KINDS = f"{', '.join(READERS)}, the texts also with {', '.join(OPENERS)}"
-NO_SPACE = "Not enough disk space"  # as `datasets` says, which looks before it writes
-FULL = errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG  # of writing, not of reading
 CHECK_SECONDS = 10  # for which JSON values, of which Arrow knows nothing, are checked at first
 ROWS_TO_CHECK = 1000  # of them at a time; at least so many are
 
@@ -117,7 +110,7 @@ def check_is_file(source, file):
     elif not os.access(file, os.R_OK):
         problem = "may not be read; change its permissions"
     if problem:
-        raise DataError(f"{_place(source, file)}: {problem}")
+        raise DataError(f"{place_of(source, file)}: {problem}")
 
 
 def check_first_bytes(source, file):
@@ -128,10 +121,10 @@ def check_first_bytes(source, file):
     else:
         problem = _problem_of_file(file)
     if problem:
-        raise DataError(f"{_place(source, file)}: {problem}")
+        raise DataError(f"{place_of(source, file)}: {problem}")
 
 
-def _place(source, file):
+def place_of(source, file):
     return f"--data {source}" if file == source else f"--data {source}: {file}"
 
 
@@ -153,21 +146,15 @@ def _problem_of_file(file):
     if kind in FIRST_BYTES:
         if not first.startswith(FIRST_BYTES[kind]):
             return f"is no file of kind .{kind}; write it again, or name it after its kind"
-        return _cut_off(file) if kind == "parquet" else None
+        from isogloss.data.kinds.tables import problem_of_end
+
+        return problem_of_end(file) if kind == "parquet" else None
     if b"\0" in first:
         return "is no text: it holds NUL bytes; expected UTF-8 (UTF-16 has to be converted)"
     return None
 
 
-def _cut_off(file):
-    """Return what to say of a parquet file that does not end as it begins; None: it does."""
-    with open(file, "rb") as stream:
-        stream.seek(-4, os.SEEK_END)
-        is_whole = os.path.getsize(file) >= 12 and stream.read() == b"PAR1"
-    return None if is_whole else "is cut off; download or write it again"
-
-
-def _first_line(error):
+def first_line_of(error):
     lines = str(error).strip().splitlines()
     return lines[0] if lines else type(error).__name__
 
@@ -187,71 +174,14 @@ def explained(source):
     except DataError:
         raise
     except Exception as error:
+        from isogloss.data.kinds.faults import explain
+
         raise DataError(explain(source, error)) from None
-
-
-def explain(source, error):
-    """Return why data cannot be read: the bad line or row of a file, or what the reader said."""
-    cause = error.__cause__ or error
-    if isinstance(cause, BadLine):
-        is_named = str(cause).startswith(f"{source}: ")
-        return f"--data {cause}" if is_named else f"--data {source}: {cause}"
-    variable, cache = _cache_of(cause, source)
-    if cache:
-        return (f"{variable} {cache}: cannot be written ({cause.strerror or cause}), and --data "
-                f"{source} is kept there; name another directory by this variable, or make room")
-    for file in local_files(source):
-        problem = _problem_of_text(file) if kind_of(file) == "text" else None
-        if problem:
-            return f"{_place(source, file)}: {problem}"
-    if "corresponds to no data" in str(error):
-        return f"--data {source}: {EMPTY_DATA}"
-    return f"--data {source}: cannot be read ({type(cause).__name__}: {_first_line(cause)})"
-
-
-def _cache_of(error, source):
-    """Return (variable, directory) of the libraries' cache that an error is about, or two None."""
-    caches = {"HF_HUB_CACHE": HF_HUB_CACHE, "HF_DATASETS_CACHE": str(config.HF_DATASETS_CACHE)}
-    named = error.filename if isinstance(error, OSError) else None
-    if isinstance(named, str) and named not in (os.path.expanduser(source), *local_files(source)):
-        for variable, cache in caches.items():
-            both = [os.path.abspath(cache), os.path.abspath(named)]
-            common = os.path.commonpath(both)
-            # above or at the cache, which cannot be made; in it, where a file is not just missing
-            if common == both[1] or (common == both[0] and error.errno != errno.ENOENT):
-                return variable, cache
-    if isinstance(error, OSError) and (error.errno in FULL or NO_SPACE in str(error)):
-        return "HF_DATASETS_CACHE", caches["HF_DATASETS_CACHE"]
-    return None, None
-
-
-def _problem_of_text(file):
-    """Return which line of a .txt file is not UTF-8, or that it is damaged; None: neither."""
-    try:
-        with open_bytes(file) as stream:
-            for number, line in enumerate(stream, 1):
-                if problem := problem_of_bytes(line):
-                    return f"line {number} {problem}"
-    except DAMAGE as error:
-        return damaged(error)
-    return None
 
 
 def damaged(error):
     """Return what to say of a file in which a reader has met damage."""
-    return f"is cut off or damaged ({_first_line(error)}); write it again"
-
-
-def arrow_batches(file):
-    """Yield the record batches of an Arrow file, or of an Arrow stream in a file."""
-    with pa.memory_map(file) as stream:
-        if stream.read(6) == b"ARROW1":
-            reader = pa.ipc.open_file(file)
-            for number in range(reader.num_record_batches):
-                yield reader.get_batch(number)
-            return
-        stream.seek(0)
-        yield from pa.ipc.open_stream(stream)
+    return f"is cut off or damaged ({first_line_of(error)}); write it again"
 
 
 def invalid_row(column):
@@ -282,21 +212,6 @@ def problem_of_bytes(line):
     return None
 
 
-def problem_of_json(line):
-    """Return why a line is no JSON object; None: it is one."""
-    try:
-        value = json.loads(line, object_pairs_hook=without_twins)
-    except RecursionError:
-        return "is nested too deep; repair or remove it"
-    except json.JSONDecodeError as error:
-        return f"is not JSON ({error.msg} at character {error.pos}); repair or remove it"
-    except ValueError as error:
-        return str(error)
-    if type(value) is not dict:
-        return f'holds {NAMES_OF_JSON[type(value)]}, expected an object like {{"text": "..."}}'
-    return None
-
-
 # --- columns, by Arrow ----------------------------------------------------------------------------
 
 
@@ -321,7 +236,9 @@ def check_column(source, dataset, text_key):
         raise DataError(f"--data {source}: all {len(dataset)} rows of {text_key!r} are empty; "
                         "expected text; name another column with --text_key")
     if pa.types.is_list(column.type) and pa.types.is_struct(column.type.value_type):
-        _check_messages(source, column, text_key)
+        from isogloss.data.chat_rows import check_messages
+
+        check_messages(source, column, text_key)
     elif not _is_string(column.type):  # JSON values
         _check_values(source, dataset, text_key)
 
@@ -381,45 +298,6 @@ def _check_utf8(source, column, text_key):
             _refuse(source, text_key, begin + row,
                     "is not UTF-8; convert the text or remove the row")
         begin += len(chunk)
-
-
-def _check_messages(source, column, text_key):
-    begin = 0
-    for chunk in column.chunks:
-        messages = chunk.flatten()
-        for problem, is_bad in _bad_messages(messages):
-            found = pc.index(is_bad, True).as_py()
-            if found >= 0:
-                rows = pc.list_parent_indices(chunk)
-                row = rows[found].as_py()
-                message = found - pc.index(rows, row).as_py()
-                raise DataError(f"--data {source}: row {begin + row} of {text_key!r}: message "
-                                f"{message} {problem}; repair or remove it")
-        begin += len(chunk)
-
-
-def _bad_messages(messages):
-    """Yield (problem, mask of the messages that have it)."""
-    from isogloss.data.chat_rows import EXCLUDING, ROLES, THOUGHTS
-
-    yield "is null, expected role and content", messages.is_null()
-    fields = [field.name for field in messages.type]
-    role, content = ("role", "content") if "role" in fields else ("from", "value")
-    yield "has no role", pc.struct_field(messages, role).is_null()
-    missing = pc.struct_field(messages, content).is_null()
-    # A message may be a tool call or a thought alone; that those are not empty is seen later.
-    for name in ("tool_calls", "function_call", *THOUGHTS):
-        if name in fields:
-            missing = pc.and_(missing, pc.struct_field(messages, name).is_null())
-    yield "has no content", missing
-    for key in EXCLUDING.keys() & fields:
-        weights = pc.struct_field(messages, key)
-        if pa.types.is_floating(weights.type) or pa.types.is_integer(weights.type):
-            is_known = pc.is_in(weights, pa.array([0, 1, None], weights.type))
-            names = pc.utf8_lower(pc.utf8_trim_whitespace(pc.struct_field(messages, role)))
-            of_assistant = pa.array([name for name in ROLES if ROLES[name] == "assistant"])
-            yield (f"has a {key!r} that is not 0 or 1",
-                   pc.and_not(pc.is_in(names, of_assistant), is_known))
 
 
 # --- rows, one by one -----------------------------------------------------------------------------

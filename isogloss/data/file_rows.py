@@ -1,16 +1,15 @@
-"""Rows of JSON, CSV, Arrow and .txt files: the columns asked for, as they stand in the file.
+"""Rows of files of lines, JSON or text: the columns asked for, as they stand in the file.
 
 Readers of tables guess a type for every column: a text that looks like a date becomes a time, an
 answer of 007 a number, all messages of a column get the same keys, and a column that nobody asked
 for ends the job where a later file has another type of it.  Here a row is what its line says.
 
 A stream reads a large file of lines in pieces, each of which is a shard to `datasets`: so a run
-that goes on reads no more again than the piece in which it stopped.
+that goes on reads no more again than the piece in which it stopped.  kinds/ reads other files.
 
 Tests: tests/test_open_data.py, tests/test_stream.py.
 """
 
-import csv
 import io
 import itertools
 import json
@@ -22,21 +21,18 @@ from urllib.parse import urlsplit
 import datasets
 import fsspec
 import pyarrow as pa
-import pyarrow.parquet as pq
 
 from isogloss.data.checks import (
     DAMAGE,
     NAMES_OF_JSON,
     OPENERS,
     BadLine,
-    arrow_batches,
     damaged,
     problem_of_bytes,
-    problem_of_json,
     split_suffix,
 )
 from isogloss.data.texts import HALF_PAIR, is_text, listed
-from isogloss.flags.yaml_file import without_twins
+from isogloss.flags.json_text import without_twins
 
 ROWS_TO_PEEK = 1000  # rows that tell the type of a column
 PIECE_BYTES = 64 * 2**20  # of a file of lines; read in below a second; not tuned
@@ -84,7 +80,7 @@ def named_rows(kind, pieces, columns):
     """
     names = [name for name, _ in columns]
     for piece in pieces:
-        for index, (number, row) in enumerate(READERS[kind](piece, names)):
+        for index, (number, row) in enumerate(reader_of(kind)(piece, names)):
             for name, dtype in columns:
                 value = row.get(name)
                 if dtype and value is not None and not _is_of_type(value, dtype):
@@ -99,7 +95,7 @@ def named_rows(kind, pieces, columns):
 
 def _place(piece, name, index, number):
     """Say where a value stands in a file; a piece within it does not know how many rows precede."""
-    line = f"line {_in_file(piece, number)}"
+    line = f"line {line_in_file(piece, number)}"
     return f"{piece.file}: {name!r} of {line if piece.begin else f'row {index} ({line})'}"
 
 
@@ -120,7 +116,7 @@ def _open(file):
     return fsspec.open(file, "rb") if "://" in file else open(file, "rb")
 
 
-def _lines(piece):
+def lines_of(piece):
     """Yield the lines of a piece, with what ends them; it may be far away, a file compressed."""
     file = piece.file
     suffix = _suffixes(file)[1]
@@ -141,12 +137,12 @@ def _lines(piece):
             if not line:
                 return
             if problem := problem_of_bytes(line):
-                raise BadLine(f"{file}: line {_in_file(piece, number)} {problem}")
+                raise BadLine(f"{file}: line {line_in_file(piece, number)} {problem}")
             yield line.decode("utf-8" if at else "utf-8-sig")
             at += len(line)
 
 
-def _in_file(piece, number):
+def line_in_file(piece, number):
     """Return which line of its file the number-th one of a piece is, counted from 1."""
     if not piece.begin:
         return number
@@ -163,15 +159,18 @@ def json_rows(piece, _):
     before = _first_line(piece._replace(begin=0, end=piece.begin)) if piece.begin else ""
     if before and _objects(before) is None and _begins_value(piece.file, before):
         return  # the piece in which it begins has it whole
-    for number, line in enumerate(_lines(piece), 1):
+    for number, line in enumerate(lines_of(piece), 1):
         if not line.strip():
             continue
         rows = _objects(line)
         if rows is None and not before and _begins_value(piece.file, line):
-            yield from _rows_of_value(piece, number)
+            from isogloss.data.kinds.documents import rows_of_value
+
+            yield from rows_of_value(piece, number)
             return
         if rows is None:
-            number = _in_file(piece, number)
+            from isogloss.data.kinds.documents import problem_of_json
+            number = line_in_file(piece, number)
             raise BadLine(f"{piece.file}: line {number} {problem_of_json(line)}")
         for row in rows:
             yield number, row
@@ -180,7 +179,7 @@ def json_rows(piece, _):
 
 def _first_line(piece):
     """Return the first line of a piece that holds something; "": none does."""
-    return next(filter(str.strip, _lines(piece)), "")
+    return next(filter(str.strip, lines_of(piece)), "")
 
 
 def _begins_value(file, line):
@@ -209,90 +208,23 @@ def _objects(line):
     return rows
 
 
-def _rows_of_value(piece, number):
-    """Yield (line, object) of a file that is one JSON value; of a list of texts as a column."""
-    file = piece.file
-    number = _in_file(piece, number)
-    text = "".join(itertools.islice(_lines(Piece(file)), number - 1, None))
-    try:
-        value = DECODER.decode(text)
-    except RecursionError:
-        raise BadLine(f"{file}: is nested too deep; repair it") from None
-    except ValueError as error:
-        first = text.splitlines()[0]
-        is_row = not first.startswith(("[", "{")) or first.endswith("]")
-        problem = problem_of_json(first) if is_row else f"is not JSON ({error}); repair it"
-        raise BadLine(f"{file}: line {number} {problem}") from None
-    if isinstance(value, dict):
-        value = [value]
-    elif not isinstance(value, list):
-        raise BadLine(f"{file}: line {number} {problem_of_json(text)}")
-    for row in value:
-        yield number, row if isinstance(row, dict) else {"text": row}
-
-
 def text_rows(piece, _):
     """Yield (line, {"text": line}), ended as `open` knows it: a lone carriage return does, too."""
-    for number, line in enumerate(_lines(piece), 1):
+    for number, line in enumerate(lines_of(piece), 1):
         for text in io.StringIO(line, newline=None):
             yield number, {"text": text.removesuffix("\n")}
 
 
-LONE_RETURN = re.compile(r"(?<=\r)(?!\n)")
+READERS = {"json": json_rows, "text": text_rows}
 
 
-def _cells(file):
-    """Yield the lines of a CSV file for its reader, which takes no carriage return within one."""
-    for line in _lines(Piece(file)):
-        yield from LONE_RETURN.split(line) if "\r" in line else [line]
+def reader_of(kind):
+    """Return what yields (line, row) of a Piece, given the columns that are wanted."""
+    if kind in READERS:
+        return READERS[kind]
+    from isogloss.data.kinds import tables
 
-
-def csv_rows(piece, names):
-    """Yield (line, {name: text}); a cell is what stands there, and an empty one the empty text.
-
-    It is read whole: a line end may stand in a cell, and none tells which.
-    """
-    file = piece.file
-    of_process = csv.field_size_limit(2**31 - 1)
-    reader = csv.reader(_cells(file), strict=True)
-    header = None
-    try:
-        for cells in reader:
-            if header is None:
-                header = cells
-                _check_header(file, header, names)
-            elif len(cells) > len(header):
-                raise BadLine(f"{file}: line {reader.line_num} has {len(cells)} cells, and the "
-                              f"header {len(header)}; put cells that hold a comma in quotes")
-            elif cells:  # an empty line is no row
-                yield reader.line_num, dict(zip(header, cells))
-    except csv.Error as error:
-        raise BadLine(f"{file}: line {reader.line_num} is no CSV ({error}); repair it") from None
-    finally:
-        csv.field_size_limit(of_process)
-
-
-def _check_header(file, header, names):
-    for name in names:
-        if header.count(name) > 1:
-            raise BadLine(f"{file}: the column {name!r} is there twice; rename or remove one")
-
-
-def arrow_rows(piece, names):
-    """Yield (row, {name: value}) of an Arrow file, or of a stream in a file."""
-    file = piece.file
-    number = 0
-    try:
-        for batch in arrow_batches(file):
-            known = [name for name in names if name in batch.schema.names]
-            for row in batch.select(known).to_pylist():
-                yield number, row
-                number += 1
-    except pa.ArrowException as error:
-        raise BadLine(f"{file}: {damaged(error)}") from None
-
-
-READERS = {"json": json_rows, "csv": csv_rows, "arrow": arrow_rows, "text": text_rows}
+    return tables.READERS[kind]
 
 
 # --- data sets ------------------------------------------------------------------------------------
@@ -312,23 +244,6 @@ def first_values(files, wanted=()):
         if wanted and all(name in values for name in wanted):
             break
     return values
-
-
-def header_of(file):
-    return next(csv.reader(_cells(file)), [])
-
-
-def schema_of(kind, file):
-    """Return the Arrow schema of a parquet or an Arrow file."""
-    if kind == "arrow":
-        return next(arrow_batches(file)).schema
-    with fsspec.open(file, "rb") as stream:
-        table = pq.ParquetFile(stream)
-        schema = table.schema_arrow
-        if not table.metadata.num_rows:
-            raise BadLine(f"{file}: holds no row; remove it")
-    _check_header(file, schema.names, schema.names)
-    return schema
 
 
 def feature_of(values):

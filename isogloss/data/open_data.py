@@ -8,13 +8,11 @@ Tests: tests/test_open_data.py, tests/test_wrong_data.py.
 import glob
 import itertools
 import os
-import re
 import warnings
 from dataclasses import dataclass
 from urllib.parse import urlsplit
 
 import datasets
-import fsspec
 
 from isogloss.data import checks, file_rows
 from isogloss.data.texts import chat_of_text, is_message, listed
@@ -24,8 +22,6 @@ STRINGS = ("string", "large_string", "string_view")
 ROWS_TO_TRY = 8  # rows that have to tell what a column holds where its type does not
 # columns that data sets of chats have, and that chat templates would be told of
 FOR_MODELS = "system", "system_prompt", "functions", "chat_template_kwargs"
-# What the names of builders of the hub begin with -> our reader.
-READERS_OF_HUB = {"Json": "json", "Csv": "csv"}
 
 
 @dataclass
@@ -100,12 +96,21 @@ def _open(request):
     source = request.source
     path = os.path.expanduser(source)
     if "://" in source:
-        return _open_files(request, {"train": _files_at(source)})
+        from isogloss.data.kinds.elsewhere import files_at
+
+        return _open_files(request, {"train": files_at(source)})
     if checks.is_saved(path):
-        return _open_saved(request, path)
+        from isogloss.data.kinds.elsewhere import open_saved
+
+        return open_saved(request, path)
     files = checks.local_files(source)
     if files:  # local files come first: a folder may have the name of a hub id
-        return _open_files(request, _splits_of(path, files))
+        splits = {"train": files}
+        if os.path.isdir(path):
+            from isogloss.data.kinds.several_files import splits_of
+
+            splits = splits_of(path, files)
+        return _open_files(request, splits)
     if os.path.isdir(path):
         raise DataError(f"--data {source}: holds no file that can be read; expected files of kind "
                         f"{checks.KINDS}")
@@ -113,43 +118,17 @@ def _open(request):
     if is_path or source.count("/") != 1 or glob.has_magic(source):
         raise DataError(f"--data {source}: no such file, directory or glob match; expected files "
                         f"of kind {checks.KINDS} or a hub id like org/name")
-    return _open_hub(request)
+    from isogloss.data.kinds.elsewhere import open_hub
+
+    return open_hub(request)
 
 
 # --- files ----------------------------------------------------------------------------------------
 
 
-def _files_at(address):
-    """List the files at an address; those of the hub may be named by a glob."""
-    if address.startswith(("http://", "https://")) or not glob.has_magic(address):
-        return [address]
-    filesystem, path = fsspec.core.url_to_fs(address)
-    files = [filesystem.unstrip_protocol(file) for file in filesystem.glob(path)]
-    if not files:
-        raise DataError(f"--data {address}: no file matches")
-    return sorted(files)
-
-
-def _splits_of(path, files):
-    """Return {split: files}; all belong to "train" unless a folder's names tell otherwise."""
-    if not os.path.isdir(path):
-        return {"train": files}
-    try:
-        named = datasets.load_dataset_builder(path).config.data_files
-    except FileNotFoundError:  # files that we read and `datasets` does not look for
-        named = {}
-    if set(named) <= {"train"}:
-        return {"train": files}
-    splits = {}
-    for split, of_split in named.items():
-        members = set(map(os.path.realpath, of_split))
-        splits[str(split)] = [file for file in files if os.path.realpath(file) in members]
-    return splits
-
-
 def _open_files(request, splits):
     source = request.source
-    names = _names_of_splits(request, splits)
+    names = names_of_splits(request, splits)
     wanted = {name: splits[name] for name in names}
     files = list(itertools.chain.from_iterable(wanted.values()))
     is_local = "://" not in source
@@ -166,15 +145,15 @@ def _open_files(request, splits):
         raise DataError(f"--data: txt_samples {request.txt_samples}: is for .txt files, and "
                         f"{source} holds none; leave it out")
     if kind == "text" and request.streaming and request.txt_samples == "line":
-        return _open_rows(request, kind, {"text": datasets.Value("string")}, wanted)
+        return open_splits(request, kind, {"text": datasets.Value("string")}, wanted)
     if kind == "text":
         sample = "document" if request.txt_samples == "file" else request.txt_samples
         # -sig: a byte order mark is no text
         return _read_files(request, kind, wanted, {"encoding": "utf-8-sig", "sample_by": sample})
-    features = _features_of(request, kind, files, is_local)
+    features = features_of(request, kind, files, is_local)
     if kind == "parquet":
         return _read_files(request, kind, wanted, {"columns": list(features)})
-    return _open_rows(request, kind, features, wanted)
+    return open_splits(request, kind, features, wanted)
 
 
 def _read_files(request, kind, wanted, options):
@@ -184,24 +163,13 @@ def _read_files(request, kind, wanted, options):
                                  streaming=request.streaming, **options)
 
 
-def _names_of_splits(request, splits):
+def names_of_splits(request, splits):
     """Return the splits that --split names, as in train, train+test or train[:10%]."""
-    source = request.source
-    names = re.sub(r"\[[^\]]*\]", "", request.split).split("+")
-    is_part = "[" in request.split
-    if set(splits) == {"train"}:
-        if set(names) != {"train"} or (is_part and request.streaming):
-            raise DataError(f"--split {request.split}: files have no splits; leave it out, and "
-                            "name the files of one split by --data")
+    if request.split == "train" and set(splits) == {"train"}:
         return ["train"]
-    for name in names:
-        if not splits.get(name):
-            raise DataError(f"--split {request.split}: {source} has no files of {name!r}; it has "
-                            f"{', '.join(splits)}")
-    if is_part and request.streaming:
-        raise DataError(f"--split {request.split}: a stream has no parts; name whole splits, or "
-                        "leave out --streaming")
-    return list(dict.fromkeys(names))
+    from isogloss.data.kinds.several_files import named_splits
+
+    return named_splits(request, splits)
 
 
 def _kind_of(source, files):
@@ -218,7 +186,7 @@ def _kind_of(source, files):
     return kinds.pop()
 
 
-def _features_of(request, kind, files, is_local):
+def features_of(request, kind, files, is_local):
     """Return the types of the columns that are read, which all files have to have alike."""
     needed = (request.text_key, *request.json_keys, *request.plain_keys)
     columns_of_files = {}
@@ -234,9 +202,11 @@ def _features_of(request, kind, files, is_local):
     _warn_of_unread(request, first)
     for name in needed:
         if name not in first:
-            raise DataError(_lacks(request, request.source, name, first))
+            raise DataError(lacks(request, request.source, name, first))
     if len(columns_of_files) > 1:
-        _check_alike(request, columns_of_files, kind == "json")
+        from isogloss.data.kinds.several_files import check_alike
+
+        check_alike(request, columns_of_files, kind == "json")
     if kind == "json" and not isinstance(first[request.text_key], datasets.Json):
         _check_dtype(request.source, first[request.text_key], request.text_key)
     features = datasets.Features({name: first[name] for name in needed})
@@ -248,7 +218,7 @@ def _features_of(request, kind, files, is_local):
     return features
 
 
-def _lacks(request, place, name, columns):
+def lacks(request, place, name, columns):
     names = ", ".join(columns)
     hint = "; name one of them with --text_key" if name == request.text_key else ""
     if place == request.source and not hint:
@@ -257,63 +227,17 @@ def _lacks(request, place, name, columns):
     return f"--data {place}: no column {name!r}; it has {names}{hint}"
 
 
-def _check_alike(request, columns_of_files, is_json):
-    """Raise a DataError where a file, of {file: {column: type}}, differs from the first."""
-    (first_file, first), *others = columns_of_files.items()
-    needed = (request.text_key, *request.json_keys, *request.plain_keys)
-    optional = () if is_json else request.optional_keys
-    for file, columns in others:
-        for name in needed:
-            if name not in columns:
-                raise DataError(_lacks(request, f"{request.source}: {file}", name, columns))
-        for name in optional:
-            if (name in columns) != (name in first):
-                place = file if name in first else first_file
-                raise DataError(f"--data {request.source}: {place}: no column {name!r}, which "
-                                "other files have; write them alike")
-        for name in (*needed, *optional):
-            if not (name in columns and name in first):
-                continue
-            if not _are_alike(columns[name], first[name], is_json):
-                raise DataError(f"--data {request.source}: {file}: column {name!r} holds "
-                                f"{checks.name_of_type(columns[name])}, but "
-                                f"{checks.name_of_type(first[name])} in {first_file}; "
-                                "write them alike, or name one --data")
-
-
-def _are_alike(feature, of_first, is_json):
-    """Tell whether values of a type can be read as those of the first file."""
-    families = {_family(feature), _family(of_first)} - {"null"}
-    if families != {"objects"} or is_json:  # of JSON, each row tells
-        return len(families) <= 1
-    nothing = datasets.Features({"": feature}).arrow_schema.empty_table()
-    try:
-        datasets.table.table_cast(nothing, datasets.Features({"": of_first}).arrow_schema)
-    except (TypeError, ValueError):
-        return False
-    return True
-
-
-def _family(feature):
-    """Return what types have in common that are read as one."""
-    if not isinstance(feature, datasets.Value):
-        return "objects"
-    if feature.dtype in STRINGS:
-        return "string"
-    return "number" if feature.dtype.startswith(("int", "uint", "float")) else feature.dtype
-
-
 def _columns_of(kind, files, wanted=()):
     """Return {column: type} of files, of JSON from their first rows; {} of empty files."""
     if kind == "json":
         first = file_rows.first_values(files, wanted)
         return {name: file_rows.feature_of(values) for name, values in first.items()}
-    if kind == "csv":
-        return {name: datasets.Value("string") for name in file_rows.header_of(files[0])}
-    return datasets.Features.from_arrow_schema(file_rows.schema_of(kind, files[0]))
+    from isogloss.data.kinds.tables import columns_of
+
+    return columns_of(kind, files[0])
 
 
-def _open_rows(request, kind, features, splits):
+def open_splits(request, kind, features, splits):
     """Open the files of splits, {name: files}, as `file_rows.named_rows` reads them."""
     if request.streaming:
         files = itertools.chain.from_iterable(splits.values())
@@ -330,40 +254,6 @@ def _open_rows(request, kind, features, splits):
 
 
 # --- other places ---------------------------------------------------------------------------------
-
-
-def _open_saved(request, path):
-    """Open a directory of save_to_disk, of one data set or of several splits."""
-    source = request.source
-    split = request.split
-    dataset = datasets.load_from_disk(path)
-    if isinstance(dataset, datasets.DatasetDict):
-        if split not in dataset:
-            raise DataError(f"--split {split}: {source} has no such split; it has "
-                            f"{', '.join(dataset)}")
-        dataset = dataset[split]
-    elif split not in ("train", str(dataset.split)):
-        raise DataError(f"--split {split}: {source} is one data set without splits; leave it out")
-    return dataset.to_iterable_dataset() if request.streaming else dataset
-
-
-def _open_hub(request):
-    """Open a data set of the hub; its JSON and CSV files as local ones."""
-    name, _, config = request.source.partition(":")
-    builder = datasets.load_dataset_builder(name, config or None)
-    files = getattr(builder.config, "data_files", None)
-    kind = next((READERS_OF_HUB[prefix] for prefix in READERS_OF_HUB
-                 if type(builder).__name__.startswith(prefix)), None)
-    # a card may say more of the files than that they are there
-    is_plain = builder.info.features is None and not getattr(builder.config, "field", None)
-    if files and kind and is_plain and getattr(builder.config, "sep", ",") == ",":
-        splits = {str(split): list(files[split]) for split in files}
-        wanted = {split: splits[split] for split in _names_of_splits(request, splits)}
-        of_all = list(itertools.chain.from_iterable(wanted.values()))
-        features = _features_of(request, kind, of_all, is_local=False)
-        return _open_rows(request, kind, features, wanted)
-    return datasets.load_dataset(name, config or None, split=request.split,
-                                 streaming=request.streaming)
 
 
 # --- check ----------------------------------------------------------------------------------------

@@ -6,7 +6,6 @@ a run is its step number, whatever the number of ranks and workers.
 """
 
 import itertools
-import math
 from collections import Counter
 from dataclasses import dataclass
 from functools import lru_cache
@@ -14,12 +13,11 @@ from typing import TYPE_CHECKING
 
 import datasets
 import numpy as np
-import pyarrow.compute as pc
 
 from isogloss.data.batch import Collator
 from isogloss.data.batch_types import Example
-from isogloss.data.checks import EMPTY_DATA, has_text, name_of_type, without_views
-from isogloss.data.open_data import STRINGS, column_names, first_rows
+from isogloss.data.checks import EMPTY_DATA, has_text
+from isogloss.data.open_data import first_rows
 from isogloss.data.sample import encode_text
 from isogloss.data.texts import chat_of_text, fits, listed, problem_of
 from isogloss.data.workers import worker_of
@@ -60,133 +58,24 @@ def _why_not_learned(example, student, train_on):
             return None
         [ids] = student.encode([content])
         learned = encode_text(content, ids, student, example.context).learned
+        if learned is None:
+            learned = np.ones(len(ids), bool)
     else:
-        roles = {message["role"] for message in content}
-        if train_on == "assistant" and "assistant" not in roles:
-            return f"have no message of the role 'assistant' (but {', '.join(sorted(roles))})"
         from isogloss.data.chat import learned_tokens
 
-        learned = learned_tokens(example, student, train_on)
-        if learned is None:
-            return "are refused by the student's chat template"
-        if not learned.any():
-            return ("hold nothing that the assistant says behind the prompt, or that is not "
-                    "excluded by its message")
-        ids = learned
-    if learned is None:
-        learned = np.ones(len(ids), bool)
+        learned, reason = learned_tokens(example, student, train_on)
+        if reason:
+            return reason
     if learned[1 : student.max_length + 1].any():
         return None
     return f"are cut at --max_length {student.max_length} before what is learned"
-
-
-def check_routes(dataset, route_key, routes):
-    """Raise a ValueError where a column cannot hold what "routes" name.
-
-    Args:
-        routes: list of the values that teachers are for.
-    Returns:
-        tuple of the names that the numbers of a column of labels stand for; () where routes are
-        not named so.
-    """
-    columns = column_names(dataset)
-    if route_key not in columns:
-        raise ValueError(f"--route_key {route_key}: no such column; it has {', '.join(columns)}")
-    feature = (dataset.features or {}).get(route_key)
-    if feature is None:  # a stream, of which every row is looked at
-        return ()
-    names = ()
-    if isinstance(feature, datasets.ClassLabel) and any(isinstance(its, str) for its in routes):
-        names = tuple(feature.names)
-    dtype = "string" if names else getattr(feature, "dtype", None)
-    is_value = isinstance(feature, (datasets.Value, datasets.ClassLabel))
-    if not is_value or dtype in ("null", "binary"):
-        raise ValueError(f"--route_key {route_key}: the column holds {name_of_type(feature)}, "
-                         "expected a text or a number in every row; name another column")
-    for route in routes:
-        if route is not None and isinstance(route, str) != (dtype in STRINGS):
-            raise ValueError(f"--route_key {route_key}: the column holds {dtype}, but --teachers "
-                             f"name the route {route!r}; name values of the column")
-    return names
-
-
-def check_route(route, source, routes_by_teacher):
-    """Raise a ValueError where no teacher reads the rows of a source with this route.
-
-    Args:
-        routes_by_teacher: {teacher: its routes, or None for all that no other names}.
-    """
-    if isinstance(route, (list, dict)):
-        raise ValueError(f"--data: route {route!r:.40} of {source}: expected a text or a number")
-    taken = routes_by_teacher.values()
-    if not any(routes is None or route in routes for routes in taken):
-        its = "no route" if route is None else f"route {route!r}"
-        raise ValueError(f"--data: {its} of {source}: no teacher of --teachers reads such rows; "
-                         "name one that does")
-
-
-# What teachers teach of `parts`, [(data set, its ExampleReader)].
-
-
-def check_teacher_prompts(parts):
-    """Raise a DataError where no row has what teachers alone are to read.
-
-    A column of JSON may come in a late row, so that a wrong name looks like an empty column.
-    """
-    keys = {reader.teacher_prompt_key for _, reader in parts} - {""}
-    if keys and not any(_has_teacher_prompt(*part) for part in parts):
-        raise DataError(f"--teacher_prompt_key {', '.join(keys)}: no row has anything there; name "
-                        "a column that rows have")
-
-
-def _has_teacher_prompt(dataset, reader):
-    """Tell whether a row has one; of a stream, whether one of its first rows has."""
-    key = reader.teacher_prompt_key
-    if not key:
-        return False
-    if isinstance(dataset, datasets.IterableDataset):
-        dataset = dataset.take(ROWS_TO_TEACH)
-    else:
-        column = dataset.data.column(key)
-        if column.null_count == len(column):
-            return False
-        dataset = dataset.select_columns([key])
-    return any(row.get(key) for row in dataset)
-
-
-def check_routes_taken(parts, collator, names):
-    """Raise a DataError where no row of mapped data is for one of a Collator's teachers."""
-    taken = np.zeros(len(names), bool)
-    routes = {}
-    for dataset, reader in parts:
-        of_data = [reader.route]
-        if reader.route_key:
-            if isinstance(dataset, datasets.IterableDataset):
-                return
-            of_data = dataset.unique(reader.route_key)
-        for route in of_data:
-            taken |= collator.teachers_of(Example(None, route))
-            routes[route] = None
-    for name in np.array(names)[~taken]:
-        shown = ", ".join(repr(route) for route in list(routes)[:5])
-        raise DataError(f"--teachers: no row is for {name}, by its routes; the data have {shown}; "
-                        "repair its routes, or leave it out")
-
-
-def check_weights(parts):
-    """Raise a DataError where every row of mapped data weighs 0."""
-    for dataset, reader in parts:
-        is_stream = isinstance(dataset, datasets.IterableDataset)
-        if is_stream or not reader.weight_key or any(dataset[reader.weight_key]):
-            return
-    raise DataError(f"--data: weight_key {reader.weight_key}: every row weighs 0, so that no "
-                    "teacher teaches anything; name another column")
 
 
 def check_taught(parts, collator, names, prompter=None):
     """Raise a DataError where a teacher would teach nothing of the first rows.
 
     Args:
+        parts: (data set, its ExampleReader) each.
         collator: Collator; names: of its teachers.
         prompter: Prompter, where the student writes everything itself; the end of a prompt then
             stands for what it may write.
@@ -304,10 +193,9 @@ class ExampleReader:
         """
         if not self.join:
             return self(rows[0], number)
-        texts = []
-        for offset, row in enumerate(rows):
-            texts.append(self(row, None if number is None else number + offset).content)
-        return Example("\n".join(filter(None, texts)), self.route)
+        from isogloss.data.stream import joined_texts
+
+        return Example(joined_texts(rows, self, number), self.route)
 
     def __call__(self, row, number=None):
         """Return the Example of a row, whose number is for messages alone."""
@@ -337,7 +225,7 @@ class ExampleReader:
 
     def _teacher_prompt(self, row):
         key = self.teacher_prompt_key
-        if not key or not self._value(row, key):
+        if not key or not self.value(row, key):
             return ()
         prompt = self._content(row, key)
         if isinstance(prompt, str):
@@ -345,14 +233,14 @@ class ExampleReader:
         return tuple(prompt)
 
     def _content(self, row, key):
-        value = self._value(row, key)
+        value = self.value(row, key)
         if isinstance(value, str):
             return value
         from isogloss.data.chat_rows import as_messages
 
         return as_messages(value, key in self.filled)
 
-    def _value(self, row, key):
+    def value(self, row, key):
         value = listed(row.get(key))
         if self.has_chats and isinstance(value, str):
             return chat_of_text(value) or value
@@ -360,29 +248,13 @@ class ExampleReader:
 
     def problem_of(self, row):
         """Return what is wrong with a row, to follow its name; None: nothing."""
-        if self.route_key:
-            route = row.get(self.route_key)
-            if isinstance(route, (list, dict)):
-                return f": {self.route_key!r} holds {route!r:.40}, expected a text or a number"
-        if self.weight_key:
-            weight = row.get(self.weight_key)
-            is_number = isinstance(weight, int | float) and not isinstance(weight, bool)
-            if not (is_number and 0 <= weight < math.inf):
-                return f": {self.weight_key!r} holds {weight!r:.40}, expected a number, 0 or more"
-        content = self._value(row, self.text_key)
-        if self.prompt_key:
-            prompt = self._value(row, self.prompt_key)
-            problem = self._problem_of_content(prompt)
+        if self.route_key or self.weight_key or self.prompt_key or self.teacher_prompt_key:
+            from isogloss.data.kinds.other_columns import problem_of_columns
+
+            problem = problem_of_columns(self, row)
             if problem:
-                return f": {self.prompt_key!r}{problem}"
-            if self.is_completion and type(prompt) is not type(content) and content is not None:
-                return f": {self.prompt_key!r} and it are not both texts, or both chats"
-        if self.teacher_prompt_key:
-            problem = self._problem_of_content(self._value(row, self.teacher_prompt_key) or "")
-            if problem:
-                return f": {self.teacher_prompt_key!r}{problem}"
-            if isinstance(content, str) or (self.prompt_key and isinstance(prompt, str)):
-                return " is no chat, and --teacher_prompt_key stands in front of one"
+                return problem
+        content = self.value(row, self.text_key)
         if self.tools_key and isinstance(content, list):
             from isogloss.data.chat_rows import problem_of_tools
 
@@ -393,30 +265,15 @@ class ExampleReader:
             return " is a chat, and --join_rows joins texts"
         if self.has_chats and isinstance(content, str):
             return f" holds {content!r:.40}, and the first rows hold chats"
-        return self._problem_of_content(content)
+        return self.problem_of_content(content)
 
-    def _problem_of_content(self, content):
+    def problem_of_content(self, content):
         problem = problem_of(content)
         if not problem and isinstance(content, list) and not self.drop_images:
             from isogloss.data.chat_rows import part_without_text
 
             return part_without_text(content)
         return problem
-
-
-def joined_rows(dataset, reader):
-    """Return a row for every sample that held-out rows give."""
-    if not reader.join:
-        return dataset
-    from isogloss.data.stream import take_sample
-
-    joined = []
-    number = 0
-    unread = iter(dataset)
-    while rows := take_sample(unread, reader):
-        joined.append({reader.text_key: reader.sample(rows, number).content})
-        number += len(rows)
-    return joined
 
 
 class ShuffledExamples:
@@ -452,17 +309,9 @@ def sample_bounds(dataset, reader):
     """Return the number of the first row of every sample, and then the number of rows."""
     if not reader.join:
         return range(len(dataset) + 1)
-    lengths = []
-    for table in dataset.select_columns(reader.text_key).with_format("arrow").iter(10_000):
-        texts = without_views(table[reader.text_key])
-        lengths.append(pc.utf8_length(texts).to_numpy())
-    ends = np.cumsum(np.concatenate(lengths), dtype=np.int64)
-    bounds = [0]
-    while bounds[-1] < len(ends):
-        before = ends[bounds[-1] - 1] if bounds[-1] else 0
-        last = int(np.searchsorted(ends, before + reader.join))
-        bounds.append(min(last + 1, len(ends)))
-    return bounds
+    from isogloss.data.stream import joined_bounds
+
+    return joined_bounds(dataset, reader)
 
 
 class Places:

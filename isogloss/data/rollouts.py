@@ -17,6 +17,7 @@ import torch
 
 from isogloss.align import Alignment, Located, locate
 from isogloss.data.batch_types import Example
+from isogloss.data.open_data import first_rows
 from isogloss.data.sample import (
     EncodedText,
     Pairing,
@@ -28,6 +29,8 @@ from isogloss.data.sample import (
 )
 from isogloss.doors import door
 from isogloss.rollout import Completion, uniform
+
+PROMPTS_TO_TRY = 64  # rows of which one has to give a prompt
 
 # first counters of what is drawn, so that no two draws share all of theirs
 CHOICE = 1  # of the samples that are rollouts
@@ -461,3 +464,28 @@ def build_prompter(cfg, student, samples_per_step):
     """
     return Prompter(student, cfg.seed, cfg.on_policy, samples_per_step, cfg.prompt_tokens,
                     cfg.rollout_tokens, cfg.rollouts_per_prompt, cfg.rollout_every)
+
+
+def check_prompts(cfg, dataset, reader, student, micro_batch_size):
+    """Raise a ValueError where the first rows give no prompts.
+
+    Args:
+        student: its TextEncoder.
+        micro_batch_size: of a rank.
+    """
+    if cfg.streaming and micro_batch_size % cfg.rollouts_per_prompt:
+        raise ValueError(f"--rollouts_per_prompt {cfg.rollouts_per_prompt}: a stream gives each "
+                         "prompt once, so it has to divide the micro-batch of "
+                         f"{micro_batch_size}; choose another number, or leave out --streaming")
+    prompter = build_prompter(cfg, student, 1)
+    errors = []
+    rows = first_rows(dataset, PROMPTS_TO_TRY, reader.text_key, cfg.data)
+    for number, row in enumerate(rows):
+        try:
+            prompter.prompt(reader(row, number), (number, 0))
+            return  # prompts that are skipped later are counted
+        except SkippedPrompt as error:
+            errors.append(error)
+    if errors:
+        raise ValueError(f"--on_policy: {errors[0]}; so it is with the first {len(errors)} rows; "
+                         "repair them, or name other prompts with --prompt_key")

@@ -88,19 +88,11 @@ class TextEncoder:
 
         Without a template, or where it wants other chats, that of the vocabulary's name for it.
         """
-        behind = None
-        if self.tokenizer.chat_template:
-            from isogloss.data.turns import Template, behind_answer
-
-            behind = behind_answer(Template(self).try_write)
-        if behind is None:
+        if not self.tokenizer.chat_template:
             return self.table.end_of_turn
-        # the last of its control tokens: some close what is said before they end the turn
-        behind = (behind.split() or [""])[0]
-        for i in reversed(self.tokenizer(behind, add_special_tokens=False)["input_ids"]):
-            if i < len(self.table) and self.table.special[i]:
-                return i
-        return -1
+        from isogloss.data.turns import end_of_answer
+
+        return end_of_answer(self)
 
     def encode(self, texts):
         """Return an int64 array `[bos] text eos` for each text.

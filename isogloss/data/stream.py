@@ -15,8 +15,9 @@ import time
 from dataclasses import dataclass
 
 import numpy as np
+import pyarrow.compute as pc
 
-from isogloss.data.checks import explained
+from isogloss.data.checks import explained, without_views
 from isogloss.errors import DataError
 
 BLOCK_ROWS = 10_000  # some 50 MB of web text; not tuned
@@ -155,3 +156,37 @@ class StreamedExamples:
             self.reader(row, number)
             if time.monotonic() > deadline:
                 return
+
+
+def joined_rows(dataset, reader):
+    """Return a row for every sample that held-out rows give."""
+    joined = []
+    number = 0
+    unread = iter(dataset)
+    while rows := take_sample(unread, reader):
+        joined.append({reader.text_key: reader.sample(rows, number).content})
+        number += len(rows)
+    return joined
+
+
+def joined_texts(rows, reader, number=None):
+    """Return the texts of rows as one; number: of the first row, for messages alone."""
+    texts = []
+    for offset, row in enumerate(rows):
+        texts.append(reader(row, None if number is None else number + offset).content)
+    return "\n".join(filter(None, texts))
+
+
+def joined_bounds(dataset, reader):
+    """Return the number of the first row of every sample, and then the number of rows."""
+    lengths = []
+    for table in dataset.select_columns(reader.text_key).with_format("arrow").iter(10_000):
+        texts = without_views(table[reader.text_key])
+        lengths.append(pc.utf8_length(texts).to_numpy())
+    ends = np.cumsum(np.concatenate(lengths), dtype=np.int64)
+    bounds = [0]
+    while bounds[-1] < len(ends):
+        before = ends[bounds[-1] - 1] if bounds[-1] else 0
+        last = int(np.searchsorted(ends, before + reader.join))
+        bounds.append(min(last + 1, len(ends)))
+    return bounds

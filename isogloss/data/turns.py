@@ -205,6 +205,19 @@ def header_of(write):
     return Header(turn.rstrip(" "), False)
 
 
+def end_of_answer(encoder):
+    """Return the token with which a chat template ends a turn; see `TextEncoder.template_end`."""
+    behind = behind_answer(Template(encoder).try_write)
+    if behind is None:
+        return encoder.table.end_of_turn
+    # the last of its control tokens: some close what is said before they end the turn
+    behind = (behind.split() or [""])[0]
+    for i in reversed(encoder.tokenizer(behind, add_special_tokens=False)["input_ids"]):
+        if i < len(encoder.table) and encoder.table.special[i]:
+            return i
+    return -1
+
+
 def behind_answer(write):
     """Return what a template writes behind a last message of the assistant; None: it refuses."""
     whole = write([*QUESTION, ANSWER], False)

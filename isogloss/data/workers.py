@@ -28,8 +28,8 @@ import torch
 
 from isogloss.errors import DataError
 from isogloss.job.columns import Packed, pack
+from isogloss.job.processes import end_with
 from isogloss.job.rendezvous import TRAINING_TIMEOUT
-from isogloss.job.trial import end_with
 
 PREFETCHED = 2  # batches that wait in a worker to be sent, as many as torch's loader has
 PERIOD = 1.0  # seconds between looks at the workers and at the signals

@@ -8,17 +8,20 @@ fraction.  Accuracy and entropy are per token, so those of different tokenizers 
 import itertools
 import math
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import torch
 
 from isogloss.data.batch_types import TeacherBatch
 from isogloss.job.counts import Sums, global_sums, mean_of
-from isogloss.job.layout import SequenceGroup
 from isogloss.losses import at_least_float32, find_chunks, next_token_cross_entropy
 from isogloss.objective.loss_table import DistillationLoss
 from isogloss.targets import SpellingIds
 from isogloss.teachers.protocol import BLOCK
 from isogloss.tiles import LogitsSource, TeacherBlocks
+
+if TYPE_CHECKING:
+    from isogloss.job.sequence_group import SequenceGroup
 
 
 @dataclass
@@ -152,7 +155,7 @@ class EvaluationTerms:
     student: object
     counts: object
     pairs: list[EvaluationPair] = field(default_factory=list)
-    sequence_group: SequenceGroup | None = None
+    sequence_group: "SequenceGroup | None" = None
 
     @torch.no_grad()
     def reduce(self, student_logits):

@@ -10,10 +10,8 @@ What leaves the process, in a line, a record or a model card, goes through `with
 Tests: tests/test_adapters.py, tests/test_export.py.
 """
 
-import json
 import os
 import re
-from pathlib import Path
 from typing import NamedTuple
 
 ADAPTER_CONFIG = "adapter_config.json"
@@ -117,26 +115,6 @@ def read_model_name(flag, name):
                          f"out @{revision}")
     if not os.path.isfile(os.path.join(folder, ADAPTER_CONFIG)):
         return ModelName(base)
-    if os.path.isfile(os.path.join(folder, "config.json")):
-        raise ValueError(f"--{flag} {name}: holds {ADAPTER_CONFIG} beside a config.json; put the "
-                         "adapter into a directory of its own")
-    below, below_revision = split_revision(_base_of_adapter(flag, name, folder))
-    if os.path.isfile(os.path.join(os.path.expanduser(below), ADAPTER_CONFIG)):
-        raise ValueError(f"--{flag} {name}: is an adapter of an adapter ({below}); merge that one "
-                         "into its base model first")
-    return ModelName(below, below_revision, folder)
+    from isogloss.flags.adapter_names import read_adapter_name
 
-
-def _base_of_adapter(flag, name, folder):
-    """Return the name of the model to which an adapter belongs, with its revision."""
-    try:
-        config = json.loads(Path(folder, ADAPTER_CONFIG).read_text(encoding="utf-8"))
-        base = config.get("base_model_name_or_path")
-        revision = config.get("revision")
-    except (OSError, ValueError, AttributeError, RecursionError):
-        raise ValueError(f"--{flag} {name}: its {ADAPTER_CONFIG} cannot be read; expected a JSON "
-                         "object, as peft writes it") from None
-    if not base or not isinstance(base, str):
-        raise ValueError(f"--{flag} {name}: its {ADAPTER_CONFIG} says base_model_name_or_path "
-                         f"{base!r}; expected the hub id or the directory of its base model")
-    return f"{base}@{revision}" if revision else base
+    return read_adapter_name(flag, name, folder)

@@ -10,7 +10,6 @@ Fire reads the values.  The words around them are read here, because fire alone
 """
 
 import dataclasses
-import difflib
 import inspect
 import json
 import math
@@ -20,17 +19,12 @@ import sys
 from collections.abc import Callable
 from contextlib import contextmanager
 from dataclasses import MISSING, dataclass, fields
-from pathlib import Path
 
 from fire.parser import DefaultParseValue
 
 import isogloss
 from isogloss.flags.model_names import without_secrets
 from isogloss.flags.terminal import guard_terminal, one_line
-from isogloss.flags.yaml_file import parse_json, read_flag_file
-
-# Names of flags that public recipes use, and what they are called here.
-OLD_NAMES = {"student_model": "student", "teacher_model": "teacher"}
 
 # Flags of any command line that name a file, a directory, or a model by its directory.
 PATH_FLAGS = frozenset("""assets config data ds_config dump_losses embedding_model eval_data
@@ -44,10 +38,7 @@ SCRATCH_BYTES = 32
 # Folders of files that come with us: beside the package in a checkout, inside it when installed.
 SHIPPED = "ds_configs", "recipes"
 
-# Slots of a row of a table: 250,000 rows of so many take 4 GB.
 DATE = "strftime_now"  # what chat templates ask for the date, a key of template kwargs
-MOST_SLOTS = 1024
-
 
 
 # --- one entry a flag -----------------------------------------------------------------------------
@@ -68,13 +59,6 @@ def flag(default, about, *, low=None, high=None, choices=(), free=False, key="",
     """
     return dataclasses.field(default=default, metadata=dict(
         about=about, low=low, high=high, choices=choices, free=free, key=key, options=options))
-
-
-def shared(kind, name, default=...):
-    """Return a field that is a flag of another dataclass too; `...`: with its default."""
-    entry = kind.__dataclass_fields__[name]
-    return dataclasses.field(default=entry.default if default is ... else default,
-                             metadata=entry.metadata)
 
 
 def choices_of(entry):
@@ -239,6 +223,8 @@ def read_options(config, name):
     Raises:
         ValueError: it is no JSON object, or an option is unknown or has a wrong value.
     """
+    from isogloss.flags.json_text import parse_json
+
     options = options_for(config, name)
     text = getattr(config, name)
     given = parse_json(f"--{name}", text, "; expected a JSON object") if text else {}
@@ -285,43 +271,6 @@ def is_table(text):
     return re.match(r"\s*\[\s*\{", text) is not None
 
 
-def read_entries(name, text, example):
-    """Return the entries of a table.
-
-    Args:
-        name: the flag's name; example: what to write, for errors.
-    Raises:
-        ValueError: it is no list of JSON objects.
-    """
-    # a string, because fire would read a list its own way
-    entries = parse_json(f"--{name}", text, f"; expected a list such as {example}")
-    is_list = isinstance(entries, list) and entries
-    if not is_list or not all(isinstance(entry, dict) for entry in entries):
-        raise ValueError(f"--{name}: expected a list of objects such as {example}")
-    return entries
-
-
-def check_entry(flag, entry, name, keys, others):
-    """Raise a ValueError for an entry of a table with a wrong key, name or weight.
-
-    Args:
-        flag: name of the table's; name: of the entry.
-        keys: that it may have; others: names of those before it.
-    """
-    for key in entry:
-        if key not in keys:
-            raise ValueError(f"--{flag}: unknown key {key!r}; its keys are {', '.join(keys)}")
-    if not isinstance(name, str) or not name.strip() or len(name) > LONGEST_NAME:
-        raise ValueError(f"--{flag}: name {name!r:.40}: expected a text of at most {LONGEST_NAME} "
-                         "characters")
-    if name in others:
-        raise ValueError(f"--{flag}: two are named {name}; give each a name of its own")
-    weight = entry.get("weight", 1.0)
-    is_number = isinstance(weight, (int, float)) and not isinstance(weight, bool)
-    if not (is_number and 0 < weight < math.inf):
-        raise ValueError(f"--{flag}: weight {weight!r} of {name}: expected a number above 0")
-
-
 # --- the command line -----------------------------------------------------------------------------
 
 
@@ -355,7 +304,9 @@ def parse_flags(kind, argv, positional=(), aliases=None, file_flag=""):
     of_file = {}
     if given.get(file_flag):
         given[file_flag] = expanded(f"--{file_flag}", given[file_flag])
-        of_file = _assignments_of_file(kind, given[file_flag], file_flag, aliases)
+        from isogloss.flags.yaml_file import assignments_of_file
+
+        of_file = assignments_of_file(kind, given[file_flag], file_flag, aliases)
     try:
         config = _instance(kind, of_file | given)
         config.given = frozenset(of_file | given)
@@ -414,7 +365,7 @@ def _assignments(kind, argv, positional, aliases):
             raise ValueError(f"unexpected argument {word!r}: a value follows a flag, as in "
                              f"--{example} VALUE")
         flag, equals, value = word.partition("=")
-        field, negated = _field_of(kind, flag, aliases)
+        field, negated = field_of(kind, flag, aliases)
         if negated and equals:
             raise ValueError(f"{flag} takes no value; write --{field.name}={value}")
         if negated:
@@ -430,30 +381,7 @@ def _assignments(kind, argv, positional, aliases):
     return given
 
 
-def _assignments_of_file(kind, path, file_flag, aliases):
-    """Return {field name: text of its value} of a YAML file of flags."""
-    keys = {}
-
-    def name_of(key):
-        field, negated = _field_of(kind, f"--{key}", aliases)
-        if negated:
-            raise ValueError(f"{key} is no name of a flag; write {field.name}: false")
-        if field.name == file_flag:
-            raise ValueError(f"{key} cannot name another file; write its lines here")
-        if keys.setdefault(field.name, key) != key:
-            raise ValueError(f"{field.name} is there twice; keep one of them")
-        return field.name
-
-    given = {}
-    try:
-        for key, value in read_flag_file(path, name_of).items():
-            given[name_of(key)] = value
-    except ValueError as error:
-        raise ValueError(f"--{file_flag} {path}: {error}") from None
-    return given
-
-
-def _field_of(kind, flag, aliases):
+def field_of(kind, flag, aliases):
     """Return (field, negated) of a flag as it was written, such as --top-k or --nopack."""
     by_name = fields_by_name(kind)
     name = flag.lstrip("-").replace("-", "_")
@@ -465,24 +393,9 @@ def _field_of(kind, flag, aliases):
     if is_long and opposite is not None and opposite.type is bool:
         return opposite, True
 
-    answer = getattr(kind, "FOREIGN", {}).get(name)
-    if answer:
-        raise ValueError(f"unknown flag {flag}; it is {answer}")
-    near = _nearest(name, by_name, aliases)
-    hint = f"did you mean --{near}?" if near else "--help lists them all"
-    if is_long:
-        raise ValueError(f"unknown flag --{name}; {hint}")
-    raise ValueError(f"unknown flag {flag}; flags begin with two hyphens; {hint}")
+    from isogloss.flags.unknown import refuse_unknown
 
-
-def _nearest(name, names, aliases):
-    """Return the known name most like `name`, for a letter one that begins with it, or None."""
-    if len(name) == 1:
-        return next((known for known in names if known.startswith(name)), None)
-    near = difflib.get_close_matches(name, [*names, *aliases], 1)
-    if not near:
-        return None
-    return aliases.get(near[0], near[0])
+    refuse_unknown(kind, flag, name, aliases)
 
 
 # --- errors ---------------------------------------------------------------------------------------
@@ -566,31 +479,3 @@ def check_launcher():
     if rank >= ranks:
         raise ValueError(f"the variable RANK is {rank} where WORLD_SIZE is {ranks}; expected less; "
                          "start all ranks of a job by one launcher")
-
-
-# --- tools ----------------------------------------------------------------------------------------
-
-
-def check_output(path):
-    """Check that a path can be the name of a file to write; a device or a pipe would be replaced.
-
-    Raises:
-        ValueError: something else than a file has that name.
-    """
-    if os.path.exists(path) and not os.path.isfile(path):
-        raise ValueError(f"{path}: is no file that could be written anew; name another one")
-
-
-def tool(kind, main, positional=(), aliases=None, argv=None):
-    """Run ``main(args)`` of a small tool; wrong input ends it with one line and exit code 2.
-
-    Args:
-        kind: the dataclass of its flags.
-        main: function of an instance of that dataclass.
-        positional, aliases: as for `parse_flags`.
-        argv: the words of the command line; None: those of this process.
-    """
-    # The source file, because the module is called __main__ when it runs as a program.
-    source = Path(main.__code__.co_filename)
-    with refusing(f"{source.parent.name}.{source.stem}", loud=True):
-        main(parse_flags(kind, sys.argv[1:] if argv is None else argv, positional, aliases))

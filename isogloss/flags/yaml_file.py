@@ -15,10 +15,11 @@ Tests: tests/test_flag_file.py.
 
 import json
 import re
-from collections import Counter
 from pathlib import Path
 
 import yaml
+
+from isogloss.flags.parse import field_of
 
 # `export: null` asks for no export, and would name a directory "null".
 NULLS = ("", "null", "Null", "NULL", "~")
@@ -114,29 +115,24 @@ def _text_of(node):
     return json.dumps(JsonLike("").construct_document(node))
 
 
-def without_twins(pairs):
-    """Return a dict of (key, value) pairs; JSON would take the last of two in silence."""
-    values = dict(pairs)
-    if len(values) < len(pairs):
-        [(name, _)] = Counter(name for name, _ in pairs).most_common(1)
-        raise ValueError(f"has the key {name!r} twice; remove one")
-    return values
+def assignments_of_file(kind, path, file_flag, aliases):
+    """Return {field name: text of its value} of a YAML file of flags."""
+    keys = {}
 
+    def name_of(key):
+        field, negated = field_of(kind, f"--{key}", aliases)
+        if negated:
+            raise ValueError(f"{key} is no name of a flag; write {field.name}: false")
+        if field.name == file_flag:
+            raise ValueError(f"{key} cannot name another file; write its lines here")
+        if keys.setdefault(field.name, key) != key:
+            raise ValueError(f"{field.name} is there twice; keep one of them")
+        return field.name
 
-def parse_json(flag, text, example=""):
-    """Return what a text in JSON says that a user has written.
-
-    Args:
-        flag: that names it, for errors; example: what to write, for errors.
-    Raises:
-        ValueError: it is no JSON, is nested too deep, holds an endless number, or a key twice.
-    """
+    given = {}
     try:
-        return json.loads(text, object_pairs_hook=without_twins)
-    except RecursionError:
-        reason = "nested too deep"
-    except json.JSONDecodeError as error:
-        reason = f"line {error.lineno}, column {error.colno}"
-    except ValueError as error:  # a number of thousands of digits, or a twin
-        reason = error
-    raise ValueError(f"{flag}: not valid JSON ({reason}){example}")
+        for key, value in read_flag_file(path, name_of).items():
+            given[name_of(key)] = value
+    except ValueError as error:
+        raise ValueError(f"--{file_flag} {path}: {error}") from None
+    return given

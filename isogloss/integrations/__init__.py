@@ -22,7 +22,7 @@ import torch
 from transformers import AutoTokenizer, TrainingArguments
 
 from isogloss.align import TokenTable
-from isogloss.config import Config, loss_flags, template_kwargs
+from isogloss.config import Config, template_kwargs
 from isogloss.data.batch import Collator, PairOptions
 from isogloss.data.mixture import SourceOptions
 from isogloss.data.order import ExampleReader
@@ -31,6 +31,7 @@ from isogloss.inputs import with_common_ids
 from isogloss.job.columns import to_device
 from isogloss.models.pretrained import load_model
 from isogloss.objective.objective import LossTerms
+from isogloss.several_teachers import loss_flags
 from isogloss.targets import TeacherSetup, teacher_parts
 from isogloss.teachers.engines.whole import ModelTeacher, WholeModel
 from isogloss.teachers.model import ModelSpec

@@ -1,4 +1,7 @@
-"""Tell whether another process runs."""
+"""Tell whether another process runs, and end with the parent of this one."""
+import ctypes
+import os
+import signal
 
 
 def is_running(process: int) -> bool:
@@ -10,3 +13,13 @@ def is_running(process: int) -> bool:
     except (FileNotFoundError, ProcessLookupError):
         return False
     return state not in "ZX"
+
+
+PR_SET_PDEATHSIG = 1  # of Linux, see prctl(2)
+
+
+def end_with(parent):
+    """End this process as soon as its parent ends, however that happens."""
+    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:  # it has ended before the call
+        os._exit(1)

@@ -13,6 +13,45 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
+from isogloss.job.rendezvous import LOADING_TIMEOUT
+
+
+class SequenceGroup(NamedTuple):
+    """Name the ranks that hold the shards of the same sequences, in order.
+
+    group: process group of torch.distributed.
+    rank: index of this rank in the group, which is also the index of its shard.
+    size: ranks in the group, and so shards of a sequence.
+    """
+
+    group: object
+    rank: int
+    size: int
+
+    def with_halo(self, logits, halo_index_M):
+        """Return logits with the halo of a shard, see `sequence_group.gather_halo`."""
+        return gather_halo(logits, halo_index_M, self)
+
+    def with_halo_values(self, values_NX, halo_index_M):
+        """Return values with the halo of a shard, see `sequence_group.halo_values`."""
+        return halo_values(values_NX, halo_index_M, self)
+
+
+def join_sequence_group(size):
+    """Join the group of `size` neighboring ranks that this rank is in; all ranks take part.
+
+    Returns:
+        SequenceGroup.
+    """
+    # new_group is collective: every rank has to create every group, in the same order.
+    for first in range(0, dist.get_world_size(), size):
+        ranks = list(range(first, first + size))
+        group = dist.new_group(ranks, timeout=LOADING_TIMEOUT)
+        if dist.get_rank() in ranks:
+            sequence_group = SequenceGroup(group, ranks.index(dist.get_rank()), size)
+    return sequence_group
+
+
 # --- the one exchange -----------------------------------------------------------------------------
 
 

@@ -3,7 +3,6 @@
 Tests: tests/test_data.py, tests/test_hostile_files.py.
 """
 
-import ctypes
 import gc
 import json
 import multiprocessing
@@ -13,7 +12,8 @@ import signal
 import traceback
 from pathlib import Path
 
-PR_SET_PDEATHSIG = 1  # of Linux, see prctl(2)
+from isogloss.job.processes import end_with
+
 TRIAL_SECONDS = 30  # for what takes milliseconds
 TRIAL_BYTES = 2**30  # of memory, beside what the process has
 
@@ -73,10 +73,3 @@ def _try(functions, parent, connection):
         traceback.print_exc()
     finally:
         os._exit(1)  # what was inherited is not this process's to clean up
-
-
-def end_with(parent):
-    """End this process as soon as its parent ends, however that happens."""
-    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:  # it has ended before the call
-        os._exit(1)

@@ -12,6 +12,12 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
 
+def change(model, cfg):
+    """Let the MLPs of a student take its positions in tiles."""
+    if cfg.mlp_tiles > 1:
+        tile_mlps(model, cfg.mlp_tiles)
+
+
 def tile_mlps(model, num_pieces):
     """Let every MLP take its positions in `num_pieces` pieces and recompute each in backward.
 

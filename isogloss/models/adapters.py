@@ -20,17 +20,15 @@ import deepspeed
 import torch
 
 from isogloss.flags.model_names import read_model_name, split_revision
-from isogloss.models.parts import (
-    NAME,
-    adapter_of,
+from isogloss.models.adapter_parts import (
     end_parameters,
     ends_of,
-    is_adapter,
     layers_of,
     merged_weight,
     plain_name,
     product,
 )
+from isogloss.models.parts import NAME, adapter_of, is_adapter
 from isogloss.models.tied import is_tied
 from isogloss.projection_tools.tokenizers import reading
 
@@ -113,6 +111,12 @@ def read_adapter_config(flag, name, folder):
 
 
 # --- in a model -----------------------------------------------------------------------------------
+
+
+def change(model, cfg):
+    """Add the adapter that the flags ask for, unless the student came with it."""
+    if adapter_of(model) is None:
+        add_adapter(f"lora_r {cfg.lora_r}", model, student_adapter(cfg), cfg.seed)
 
 
 def add_adapter(flag, model, config, seed=0):
@@ -307,3 +311,11 @@ def write_adapter(model, weights, folder):
     config = copy.deepcopy(config)
     config.inference_mode = True  # as for an adapter that is loaded to be used
     config.save_pretrained(folder)
+
+
+def add_adapter_of(model, other, dtype):
+    """Put layers as those of a model's adapter, if it has one, into another model of a dtype."""
+    adapter = copy.deepcopy(adapter_of(model))
+    if adapter:
+        add_adapter(f"lora_r {adapter.r}", other, adapter)
+        other.to(dtype)  # peft keeps adapters in float32

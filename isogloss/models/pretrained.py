@@ -5,11 +5,7 @@ the reason.  Code that comes with a model runs with --trust_remote_code alone.
 """
 
 import contextlib
-import copy
-import re
-from pathlib import Path
 
-import torch
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoModelForCausalLM
 
 from isogloss.flags.model_names import read_model_name
@@ -19,10 +15,6 @@ from isogloss.projection_tools.tokenizers import reading
 
 # Heads of models that read a text from both sides.
 TWO_SIDED = "ForMaskedLM", "ForPreTraining"
-# Masks and constants that earlier versions of transformers wrote beside the weights.
-OLD_BUFFERS = re.compile(r"(masked_bias|(attn|attention)\.bias|inv_freq|position_ids)$")
-NAMES_SHOWN = 3  # of tensors or files, in a message
-WEIGHTS = {".safetensors", ".bin", ".pt", ".pth", ".gguf", ".ckpt", ".h5", ".msgpack", ".npz"}
 
 
 def load_config(role, path, trust_remote_code=False):
@@ -127,11 +119,10 @@ def load_model(role, path, trust_remote_code=False, adapter=None, **options):
             name.base, revision=name.revision, trust_remote_code=trust_remote_code, config=config,
             output_loading_info=True,
             ignore_mismatched_sizes=True, **options)  # they are refused below, by name
-    wrong = _wrong_names(info, model)
-    if wrong:
-        raise ValueError(f"--{role} {path}: its weights are not those of its config.json "
-                         f"({'; '.join(wrong)}); use the files of one model, as save_pretrained "
-                         "writes them")
+    if info["missing_keys"] or info["unexpected_keys"] or info["mismatched_keys"]:
+        from isogloss.models.wrong_files import check_names
+
+        check_names(role, path, info, model)
     bare = unpacked_layer(model)
     if bare:
         raise ValueError(f"--{role} {path}: its config.json says that its weights are quantized, "
@@ -154,86 +145,6 @@ def student_adapter(cfg):
     return adapters.student_adapter(cfg)
 
 
-def add_adapter_of(model, other, dtype):
-    """Put layers as those of a model's adapter, if it has one, into another model of a dtype."""
-    adapter = copy.deepcopy(adapter_of(model))
-    if adapter:
-        from isogloss.models.adapters import add_adapter
-
-        add_adapter(f"lora_r {adapter.r}", other, adapter)
-        other.to(dtype)  # peft keeps adapters in float32
-
-
-def random_model(role, path, trust_remote_code=False, **options):
-    """Return a causal language model of a config, with the random weights of torch's generator.
-
-    Raises:
-        ValueError: there is no such model.
-    """
-    config = load_config(role, path, trust_remote_code)
-    with reading(role, path, "a model of its config"):
-        return AutoModelForCausalLM.from_config(
-            config, trust_remote_code=trust_remote_code, **options)
-
-
-def _wrong_names(info, model):
-    """List what does not fit of a model's files, as text, from what `from_pretrained` reports."""
-    wrong = []
-    if info["missing_keys"]:
-        wrong.append(f"missing: {_some(info['missing_keys'])}")
-    left_over = [name for name in info["unexpected_keys"] if _belongs_to_a_layer(name, model)]
-    if left_over:
-        wrong.append(f"left over: {_some(left_over)}")
-    shapes = []
-    for name, in_file, in_model in info["mismatched_keys"]:
-        shapes.append(f"{name} {list(in_file)} in place of {list(in_model)}")
-    if shapes:
-        wrong.append(f"of another shape: {_some(shapes)}")
-    return wrong
-
-
-def _some(names):
-    """Return the first of some names as text, and how many there are."""
-    names = sorted(names)
-    text = ", ".join(names[:NAMES_SHOWN])
-    more = len(names) - NAMES_SHOWN
-    return f"{text} and {more} more" if more > 0 else text
-
-
-def _belongs_to_a_layer(name, model):
-    """Return whether a tensor without a parameter would be part of one of the model's layers.
-
-    It would change what the layer computes.  Whole parts that a language model has no use for,
-    such as an image encoder or a value head, do not.
-    """
-    if OLD_BUFFERS.search(name):
-        return False
-    modules = {_without_numbers(module) for module, _ in model.named_modules()}
-    leaves = {_without_numbers(parameter).rpartition(".")[0]
-              for parameter, _ in model.named_parameters()}
-    for full_name in (name, f"{model.base_model_prefix}.{name}"):  # a file may lack the prefix
-        pattern = _without_numbers(full_name)
-        layers, number, _ = pattern.partition(".*")
-        if pattern.rpartition(".")[0] in leaves or (number and layers in modules):
-            return True
-    return False
-
-
-def _without_numbers(name):
-    """Return a tensor's name with * for the numbers of layers."""
-    return re.sub(r"(?<=\.)\d+(?=\.|$)", "*", name)
-
-
-def routers_of(model):
-    """Return (the modules that choose experts, where their logits stand in what they return)."""
-    whole = model.get_base_model() if hasattr(model, "get_base_model") else model  # of an adapter
-    recorder = (getattr(whole, "_can_record_outputs", None) or {}).get("router_logits")
-    if recorder is None:
-        return [], 0
-    routers = [module for module in whole.modules() if isinstance(module, recorder.target_class)]
-    return routers, recorder.index
-
-
 # --- check ----------------------------------------------------------------------------------------
 
 
@@ -252,13 +163,17 @@ def check_weights(role, path, trust_remote_code=False, adapter=None, *, attentio
     config = load_config(role, path, trust_remote_code)
     quantization = getattr(config, "quantization_config", None)
     if quantization:
-        return _check_quantized(role, path, quantization)
+        from isogloss.models.quantized import check_quantized
+
+        return check_quantized(role, path, quantization)
     try:
         # there a tensor is a shape
         model = load_model(role, path, trust_remote_code, adapter, device_map="meta")
     except ValueError as error:
         if "no file named" in str(error):
-            raise ValueError(_without_weights(role, path, error)) from None
+            from isogloss.models.wrong_files import without_weights
+
+            raise ValueError(without_weights(role, path, error)) from None
         raise
     check_attention(role, path, model, attention)
     check_code(role, path, model)
@@ -267,30 +182,6 @@ def check_weights(role, path, trust_remote_code=False, adapter=None, *, attentio
         from isogloss.models.adapters import add_adapter
 
         add_adapter(f"lora_r {adapter.r}", model, adapter)
-
-
-def _without_weights(role, path, error):
-    """Return what to say of a directory in which transformers finds no weights."""
-    base = Path(read_model_name(role, path).base).expanduser()
-    files = sorted(file.name for file in base.iterdir() if file.suffix in WEIGHTS)
-    if files:  # --from_scratch would train noise in their place
-        return (f"--{role} {path}: holds {_some(files)}, but no model.safetensors, nor a "
-                "model.safetensors.index.json by which shards are read; fetch that file of the "
-                "model, too, or write the model anew with save_pretrained")
-    return f"{error}; --from_scratch starts from random weights" if role == "student" else error
-
-
-def check_random(path, trust_remote_code=False, attention="auto"):
-    """Check that a student can be made of a config, without making its weights.
-
-    Args:
-        attention: see `check_weights`.
-    Raises:
-        ValueError: it cannot.
-    """
-    with torch.device("meta"):
-        model = random_model("student", path, trust_remote_code)
-    check_attention("student", path, model, attention)
 
 
 def check_attention(role, path, model, attention):
@@ -311,16 +202,3 @@ def quantization_of(config):
         quantization = quantization.to_dict()
     method = quantization.get("quant_method") or "bitsandbytes"
     return str(getattr(method, "value", method))
-
-
-def _check_quantized(role, path, quantization):
-    """Raise a ValueError for quantized weights that cannot be trained, or not be read."""
-    from transformers.quantizers import AutoHfQuantizer  # a second, which few models need
-
-    with reading(role, path, "its quantized weights"):
-        quantizer = AutoHfQuantizer.from_config(quantization)
-        quantizer.validate_environment(device_map=None)
-    if role == "student":
-        method = quantizer.quantization_config.quant_method
-        raise ValueError(f"--student {path}: its weights are quantized ({method}), which cannot "
-                         "be trained; use the model in float32, bfloat16 or float16")

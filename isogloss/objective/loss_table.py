@@ -14,7 +14,7 @@ from isogloss.flags.parse import keywords_of
 from isogloss.loss_bounds import CHOICES, NUMBERS, Bounds, check_value
 from isogloss.models.compiler import loss_compiler, plain
 from isogloss.nodes import Tables, with_rest
-from isogloss.projection_tools.cells import cached_translation
+from isogloss.projection_tools.files import cached_translation
 from isogloss.projection_tools.tokenizers import Pair
 from isogloss.teachers.protocol import FLAGS_OF_MODELS
 from isogloss.tile_plan import GPU_SUB_TILES

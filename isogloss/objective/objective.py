@@ -8,14 +8,17 @@ part of the mean over the whole step on all ranks.  Sums and gradients come from
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 
 from isogloss.data.batch_types import StudentBatch, TeacherBatch, weigh_positions
 from isogloss.job.counts import TermSums
-from isogloss.job.layout import SequenceGroup
 from isogloss.losses import next_token_cross_entropy
 from isogloss.tiles import HiddenLogits, LogitsSource, tiled_losses, weighted
+
+if TYPE_CHECKING:
+    from isogloss.job.sequence_group import SequenceGroup
 
 # What is counted beside the two losses has no weight: the part in rollouts is in the second.
 UNWEIGHTED = (0.0,) * (len(TermSums._fields) - 2)
@@ -131,7 +134,7 @@ class LossTerms:
     """
 
     parts: list[Part]
-    sequence_group: SequenceGroup | None = None
+    sequence_group: "SequenceGroup | None" = None
     parameters: list = ()
     balance: object = None
     dump: Callable | None = None

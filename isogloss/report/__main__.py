@@ -31,16 +31,9 @@ from isogloss.command import check_output as check_writable
 from isogloss.config import configs_by_teacher
 from isogloss.curves import DEFAULT, available, panels_of, picture, read_run
 from isogloss.flags.model_names import without_secrets
-from isogloss.flags.parse import (
-    check_flags,
-    check_output,
-    expanded,
-    flag,
-    line_about,
-    parse_flags,
-    refusing,
-)
+from isogloss.flags.parse import check_flags, expanded, flag, line_about, parse_flags, refusing
 from isogloss.flags.terminal import one_line
+from isogloss.flags.tool import check_output
 from isogloss.inputs import load_data
 from isogloss.job.files import write_atomically
 from isogloss.job.launch import silence_libraries

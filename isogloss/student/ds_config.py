@@ -11,8 +11,8 @@ import os
 from pathlib import Path
 from typing import NamedTuple
 
+from isogloss.flags.json_text import parse_json
 from isogloss.flags.parse import shipped
-from isogloss.flags.yaml_file import parse_json
 from isogloss.student.ds_values import (
     BATCH_KEYS,
     COMMENTS,

@@ -12,17 +12,12 @@ import torch.distributed as dist
 from torch import nn
 from transformers.integrations.deepspeed import (
     HfDeepSpeedConfig,
-    deepspeed_config,
     unset_hf_deepspeed_config,
 )
 
-from isogloss.models.parts import adapter_of, describe_trained, num_weights, plain
-from isogloss.models.pretrained import (
-    attention_options,
-    load_model,
-    random_model,
-    student_adapter,
-)
+from isogloss import doors
+from isogloss.models.parts import describe_trained, num_weights, plain
+from isogloss.models.pretrained import attention_options, load_model, student_adapter
 from isogloss.student.ds_engine import start_deepspeed
 from isogloss.student.finite import (
     gradient_norm,
@@ -276,12 +271,14 @@ def load_student(cfg, ds_config, attention="auto"):
     if cfg.quantize:
         from isogloss.models import quantized
 
-        options |= quantized.quantization_options(cfg.quantize, compute_dtype(ds_config))
-    adapter = student_adapter(cfg)
+        options |= quantized.quantization_options(cfg.quantize, ds_config)
     if cfg.from_scratch:
-        load = partial(_random_student, cfg)
+        from isogloss.student.options.from_scratch import random_student
+
+        load = partial(random_student, cfg)
     else:
-        load = partial(load_model, "student", cfg.student, cfg.trust_remote_code, adapter)
+        load = partial(load_model, "student", cfg.student, cfg.trust_remote_code,
+                       student_adapter(cfg))
     partitioned = ds_config.get("zero_optimization", {}).get("stage") == 3
     keep_alive = HfDeepSpeedConfig(ds_config) if partitioned else None
     try:
@@ -289,60 +286,11 @@ def load_student(cfg, ds_config, attention="auto"):
     finally:
         if keep_alive:
             unset_hf_deepspeed_config()  # on every rank, or the teacher would be partitioned too
-    if cfg.quantize:
-        quantized.keep_as_loaded(model)
-    if adapter and adapter_of(model) is None:
-        from isogloss.models.adapters import add_adapter
-
-        add_adapter(f"lora_r {cfg.lora_r}", model, adapter, cfg.seed)
-    if cfg.freeze_router:
-        from isogloss.student.router import freeze_routers
-
-        freeze_routers(model)
-    if cfg.train_only and not cfg.freeze_until:
-        from isogloss.student.freezing import require_gradients, waiting_weights
-
-        require_gradients(waiting_weights(model), False)
+    doors.change(model, cfg)
     model.config.use_cache = False
     model.train()  # from_pretrained leaves it in evaluation mode, without dropout
     if cfg.activation_checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
-    if cfg.mlp_tiles > 1:
-        from isogloss.models.activations import tile_mlps
-
-        tile_mlps(model, cfg.mlp_tiles)
-    return model
-
-
-def compute_dtype(ds_config):
-    """Return the dtype in which DeepSpeed runs the student."""
-    for name, dtype in (("bf16", torch.bfloat16), ("fp16", torch.float16)):
-        if ds_config.get(name, {}).get("enabled"):
-            return dtype
-    return torch.float32
-
-
-def _random_student(cfg, **options):
-    """Return a student with random weights, the same on every rank and at every ZeRO stage.
-
-    Under ZeRO-3 transformers draws the numbers in another order, and none for a layer that a model
-    leaves to torch's defaults.  So rank 0 makes the whole model there too, and all take their shard
-    of it.
-    """
-    new_model = partial(random_model, "student", cfg.student, cfg.trust_remote_code, **options)
-    ds_config = deepspeed_config()  # of the HfDeepSpeedConfig that is alive, or None
-    with torch.random.fork_rng():  # dropout goes on with each rank's own numbers
-        torch.manual_seed(cfg.seed)
-        if ds_config is None:
-            return new_model()
-        model = new_model()
-        unset_hf_deepspeed_config()
-        torch.manual_seed(cfg.seed)
-        whole = new_model() if dist.get_rank() == 0 else None
-    for name, parameter in model.named_parameters():
-        with deepspeed.zero.GatheredParameters([parameter], modifier_rank=0):
-            if whole is not None:
-                parameter.data.copy_(whole.get_parameter(name))
     return model
 
 
@@ -358,35 +306,10 @@ def start_engine(module, ds_config, path, projection_learning_rate=0.0, freeze_u
     engine = start_deepspeed(path, model=module, model_parameters=groups, config=ds_config)
     let_overflow_skip_steps(engine)
     if engine.zero_optimization_stage() == 3:
+        from isogloss.student.options.zero3 import clear_padding
+
         clear_padding(engine)
     return engine
-
-
-@torch.no_grad()
-def clear_padding(engine):
-    """Set to 0 what ZeRO-3 adds to weights so that all shards have one size.
-
-    DeepSpeed leaves there what the memory held.  NaN would be a state that is not finite, and an
-    optimizer that takes a norm of its weights would count it.
-    """
-    for parameter in engine.module.parameters():
-        num_weights, _ = shard_sizes(parameter)
-        parameter.ds_tensor[num_weights:] = 0
-    optimizer = engine.optimizer
-    masters = optimizer.fp32_partitioned_groups_flat  # copies, made when the engine started
-    for group, master in zip(optimizer.fp16_groups, masters, strict=True):
-        start = 0
-        for parameter in group:
-            num_weights, size = shard_sizes(parameter)
-            master[start + num_weights : start + size] = 0
-            start += size
-
-
-def shard_sizes(parameter):
-    """Return (weights in this rank's shard of a partitioned parameter, those and its padding)."""
-    size = parameter.partition_numel()
-    first = size * dist.get_rank(parameter.ds_process_group)
-    return min(max(parameter.ds_numel - first, 0), size), size
 
 
 def attach_projection(module, teachers, device):
@@ -431,14 +354,3 @@ def groups_by_decay(parameters):
         shape = getattr(parameter, "ds_shape", parameter.shape)  # ZeRO-3 leaves shape (0,)
         (matrices if len(shape) > 1 else vectors).append(parameter)
     return {"params": matrices}, {"params": vectors, "weight_decay": 0.0}
-
-
-def follow_schedule(engine):
-    """Let the next step have the learning rate of the engine's schedule, after a load.
-
-    What a checkpoint restores is that of the schedule which wrote it.
-    """
-    schedule = engine.lr_scheduler
-    steps = getattr(schedule, "last_batch_iteration", -1)  # those of torch restore their length too
-    if steps >= 0:
-        schedule.step(steps)

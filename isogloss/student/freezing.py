@@ -19,7 +19,7 @@ Tests: tests/test_freezing.py.
 from contextlib import contextmanager
 from functools import wraps
 
-from isogloss.models.parts import end_parameters
+from isogloss.models.adapter_parts import end_parameters
 
 WAITS = "waits"  # key of a parameter group: its weight decay, None: the optimizer's own
 
@@ -38,6 +38,18 @@ def waiting_groups(*groups):
     start, in which decay would move them.
     """
     return [group | {"weight_decay": 0.0, WAITS: group.get("weight_decay")} for group in groups]
+
+
+def change(model, cfg):
+    """Freeze all weights but embedding and head for the whole run."""
+    if not cfg.freeze_until:
+        require_gradients(waiting_weights(model), False)
+
+
+def prepare(state, inputs, stack):
+    """Let the other weights of a student wait for the first steps."""
+    if state.cfg.freeze_until:
+        state.student.late = LateWeights(state.engine, state.cfg.freeze_until)
 
 
 def require_gradients(weights, choice):

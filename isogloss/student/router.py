@@ -16,7 +16,6 @@ import torch.distributed as dist
 
 from isogloss.job.counts import device_sums
 from isogloss.job.transfers import Readback
-from isogloss.models.pretrained import routers_of
 
 
 def router_weight(cfg, config):
@@ -39,7 +38,8 @@ def router_weight(cfg, config):
     return cfg.router_weight if cfg.router_weight >= 0 else float(asks and coefficient)
 
 
-def freeze_routers(model):
+def change(model, cfg):
+    """Train no router of a student."""
     for router in routers_of(model)[0]:
         router.requires_grad_(False)
 
@@ -140,3 +140,13 @@ class Choices:
 
     def with_routers(self, _, heard, is_text):
         return self.balance.choices(heard, is_text)
+
+
+def routers_of(model):
+    """Return (the modules that choose experts, where their logits stand in what they return)."""
+    whole = model.get_base_model() if hasattr(model, "get_base_model") else model  # of an adapter
+    recorder = (getattr(whole, "_can_record_outputs", None) or {}).get("router_logits")
+    if recorder is None:
+        return [], 0
+    routers = [module for module in whole.modules() if isinstance(module, recorder.target_class)]
+    return routers, recorder.index

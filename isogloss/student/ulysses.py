@@ -19,8 +19,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from isogloss.job.layout import join_sequence_group
-from isogloss.job.sequence_group import document_spans
+from isogloss.job.sequence_group import document_spans, join_sequence_group
 from isogloss.models.pretrained import load_config
 from isogloss.student.checks import TOLERANCE, evaluation_mode, student_batch
 

@@ -17,11 +17,12 @@ import torch.distributed as dist
 from deepspeed.runtime.pipe.engine import PipelineEngine
 from transformers import AutoModelForCausalLM
 
+from isogloss.doors import door
 from isogloss.job.counts import global_sums
-from isogloss.job.layout import SequenceGroup
 from isogloss.job.rendezvous import values_of_ranks
-from isogloss.models.parts import NAME, is_adapter, layers_of, merged_weight, plain_name
-from isogloss.models.pretrained import add_adapter_of
+from isogloss.job.sequence_group import SequenceGroup
+from isogloss.models.adapter_parts import layers_of, merged_weight, plain_name
+from isogloss.models.parts import NAME, adapter_of, is_adapter
 from isogloss.rollout import needs_equal_lengths
 from isogloss.student.engine import gathered
 
@@ -103,7 +104,8 @@ def new_replica(engine, device):
     config = copy.deepcopy(model.config)  # from_config writes dtype and attention into it
     with torch.random.fork_rng():
         replica = AutoModelForCausalLM.from_config(config, dtype=dtype, **options)
-        add_adapter_of(model, replica, dtype)
+        if adapter_of(model):
+            door("adapters").add_adapter_of(model, replica, dtype)
     replica.requires_grad_(False)
     return replica.to(device).eval()
 

@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 import torch
 
+from isogloss.align import fingerprint
 from isogloss.teachers.group import TeacherGroup
 from isogloss.teachers.mixing import average_teachers, common_events
 from isogloss.teachers.protocol import TeacherSpec, load_teacher
@@ -109,3 +110,28 @@ class EnsembleTeacher(TeacherGroup):
         weights = [torch.full((), weight / total, device=batch.ids.device)
                    for weight in self.spec.weights]
         return EnsembleLogits(tuple(logits), torch.stack(weights), self.spec.vocab, is_truncated)
+
+
+def plan_ensemble(cfg, student, encoders, configs, device):
+    """Return (Config, TextEncoder, EnsembleSpec) of the mean of teachers with one tokenizer.
+
+    Args:
+        encoders, configs: {name: TextEncoder, Config} of each teacher.
+    """
+    first, *others = configs  # the first teacher's loss and flags are those of the ensemble
+    for name in others:
+        prints = [fingerprint(encoders[teacher].tokenizer) for teacher in (first, name)]
+        if prints[0] != prints[1]:
+            raise ValueError(f"--teacher_weights {cfg.teacher_weights}: the tokenizers of {first} "
+                             f"and {name} differ, so their predictions have no mean; use "
+                             "fixed")
+    # every member reads every text
+    shortest = min(encoder.max_length for encoder in encoders.values())
+    encoder = replace(encoders[first], max_length=shortest)
+    ensemble_cfg = replace(configs[first], kd_weight=cfg.kd_weight)
+    spec = EnsembleSpec(
+        path="mean", vocab=len(encoder.table),
+        members=[member.teacher_kind.of(member, encoders[name], device, student)
+                 for name, member in configs.items()],
+        weights=[member.kd_weight for member in configs.values()])
+    return ensemble_cfg, encoder, spec

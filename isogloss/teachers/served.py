@@ -16,7 +16,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from isogloss.job.layout import join_sequence_group
+from isogloss.job.sequence_group import join_sequence_group
 from isogloss.models.pretrained import load_config
 from isogloss.teachers.mixing import FLOOR
 from isogloss.teachers.protocol import TeacherSource, TeacherSpec, refuse

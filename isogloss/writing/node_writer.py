@@ -23,7 +23,8 @@ from isogloss.data.sample import TextEncoder
 from isogloss.errors import WriterError, WriterStopped
 from isogloss.job.rendezvous import values_of_ranks
 from isogloss.job.watch import node_name
-from isogloss.models.parts import is_adapter, plain_name
+from isogloss.models.adapter_parts import plain_name
+from isogloss.models.parts import is_adapter
 from isogloss.student.whole_student import refresh_plain
 from isogloss.writing.writer_process import (
     PERIOD,

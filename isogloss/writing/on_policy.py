@@ -37,8 +37,8 @@ from isogloss.data.workers import in_pinned_memory
 from isogloss.errors import WriterError, WriterStopped
 from isogloss.job.columns import to_device
 from isogloss.job.counts import Counts, PairCounts, Sums, global_sums, mean_of
-from isogloss.job.layout import SequenceGroup, join_sequence_group
 from isogloss.job.rendezvous import values_of_ranks
+from isogloss.job.sequence_group import SequenceGroup, join_sequence_group
 from isogloss.rollout import Prompt, write
 from isogloss.student.engine import StudentRunner
 from isogloss.student.whole_student import WholeStudent, lend

@@ -7,6 +7,7 @@ and all logits.
 import contextlib
 import io
 from dataclasses import dataclass
+from pathlib import Path
 from unittest import mock
 
 import deepspeed
@@ -14,18 +15,20 @@ import torch
 import torch.distributed as dist
 from deepspeed.module_inject import auto_tp
 from deepspeed.utils import groups
+from huggingface_hub import snapshot_download
 from safetensors import safe_open
 from torch import nn
 from transformers import AutoModelForCausalLM
 from transformers.distributed import DistributedConfig
 from transformers.integrations.deepspeed import HfDeepSpeedConfig, unset_hf_deepspeed_config
 
+from isogloss.flags.model_names import read_model_name
 from isogloss.job import ipc
 from isogloss.job.layout import node_size
 from isogloss.job.rendezvous import values_of_ranks
-from isogloss.job.replicas import Replica
 from isogloss.models import pretrained
 from isogloss.teachers.engines.layers import compile_layers, use_plain_layers
+from isogloss.teachers.engines.replicas import Replica
 from isogloss.teachers.engines.whole import (
     ModelTeacher,
     WholeModel,
@@ -33,7 +36,6 @@ from isogloss.teachers.engines.whole import (
     dtype_of,
     frozen,
     load_weights,
-    local_folder,
 )
 from isogloss.tiles import head_of
 
@@ -245,3 +247,12 @@ def _once_per_node(load, device):
 def _is_loaded(module):
     layers = nn.Linear, nn.Embedding, nn.LayerNorm
     return isinstance(module, layers) or type(module).__name__.endswith("RMSNorm")
+
+
+def local_folder(path):
+    """Return the directory of a checkpoint's safetensors files."""
+    name = read_model_name("teacher", path)
+    folder = name.base
+    if not Path(folder).is_dir():
+        folder = snapshot_download(folder, revision=name.revision, allow_patterns=["*.safetensors"])
+    return Path(folder).resolve()

@@ -2,48 +2,17 @@
 
 import contextlib
 from dataclasses import dataclass
-from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
-from huggingface_hub import snapshot_download
 from torch import nn
 
-from isogloss.flags.model_names import read_model_name
 from isogloss.models import pretrained
 from isogloss.teachers.protocol import TeacherSource, TeacherSpec
 from isogloss.tiles import Head, HiddenLogits, StoredLogits, head_of
 
-
-class Offload:
-    """Keep a model's weights in the host's memory, on the device only while they are used."""
-
-    def __init__(self, model, device):
-        self.device = device
-        self.users = 0
-        pinned = torch.cuda.is_available()  # only from pinned memory a copy overlaps with computing
-        self.host_copies = []
-        for parameter in model.parameters():
-            copy = parameter.detach().to("cpu", copy=True)
-            self.host_copies.append((parameter, copy.pin_memory() if pinned else copy))
-        self._leave_device()
-
-    def _leave_device(self):
-        for parameter, host_copy in self.host_copies:
-            parameter.data = host_copy
-
-    @contextlib.contextmanager
-    def on_device(self):
-        """Bring the weights to the device; nested uses cost one transfer."""
-        if self.users == 0:
-            for parameter, host_copy in self.host_copies:
-                parameter.data = host_copy.to(self.device, non_blocking=True, copy=True)
-        self.users += 1
-        try:
-            yield
-        finally:
-            self.users -= 1
-            if self.users == 0:
-                self._leave_device()
+if TYPE_CHECKING:
+    from isogloss.teachers.engines.offload import Offload
 
 
 class TeacherOfIds(TeacherSource):
@@ -96,7 +65,7 @@ class ModelTeacher(TeacherOfIds):
     engine: str
     num_parameters: int
     degree: int = 1
-    offload: Offload | None = None
+    offload: "Offload | None" = None
 
     @property
     def takes_all_ranks(self):
@@ -149,13 +118,9 @@ class ModelTeacher(TeacherOfIds):
         """Return the same teacher with its weights in the host's memory, if the spec says so."""
         if not self.spec.offload:
             return self
-        # the head stays on the device: losses read it outside of the teacher's forward pass
-        bias = self.head.bias_V
-        self.head = self.head._replace(
-            weight_VH=self.head.weight_VH.detach(),
-            bias_V=None if bias is None else bias.detach())
-        self.offload = Offload(model, self.spec.device)
-        return self
+        from isogloss.teachers.engines.offload import offload
+
+        return offload(self, model)
 
 
 def model_input(batch):
@@ -241,15 +206,6 @@ def dtype_of(spec):
 
 def frozen(model):
     return model.requires_grad_(False).eval()
-
-
-def local_folder(path):
-    """Return the directory of a checkpoint's safetensors files."""
-    name = read_model_name("teacher", path)
-    folder = name.base
-    if not Path(folder).is_dir():
-        folder = snapshot_download(folder, revision=name.revision, allow_patterns=["*.safetensors"])
-    return Path(folder).resolve()
 
 
 def head_gives_own_logits(logits, model_logits):
