@@ -110,7 +110,7 @@ def _moved(value, device, non_blocking):
 # --- losses ---------------------------------------------------------------------------------------
 
 
-class LossSpec(NamedTuple):
+class Adapter(NamedTuple):
     """State what `CrossTokenizerKD` has to know of a loss.
 
     function: of losses.py.
@@ -156,7 +156,7 @@ def compute_projected(function, student_logits, teacher_logits, batch, tables, p
 
 def divergence(function):
     """Return the entry of a divergence between two models with one vocabulary."""
-    return LossSpec(function, compute_translated, "translation")
+    return Adapter(function, compute_translated, "translation")
 
 
 LOSSES = {
@@ -168,11 +168,11 @@ LOSSES = {
     "skew_reverse_kl": divergence(losses.skew_reverse_kl),
     "adaptive_kl": divergence(losses.adaptive_kl),
     "total_variation": divergence(losses.total_variation),
-    "alm": LossSpec(losses.alm, compute_per_chunk),
-    "uld": LossSpec(losses.uld, compute_per_chunk),
-    "projection_kl": LossSpec(losses.projection_kl, compute_projected, "projection"),
-    "gold": LossSpec(losses.gold, compute_projected, "projection", losses.common_tokens),
-    "h_kl": LossSpec(losses.gold, compute_projected, "projection",
+    "alm": Adapter(losses.alm, compute_per_chunk),
+    "uld": Adapter(losses.uld, compute_per_chunk),
+    "projection_kl": Adapter(losses.projection_kl, compute_projected, "projection"),
+    "gold": Adapter(losses.gold, compute_projected, "projection", losses.common_tokens),
+    "h_kl": Adapter(losses.gold, compute_projected, "projection",
                      partial(losses.common_tokens, relaxed=True)),
 }
 MAKE_TABLES = {
@@ -216,7 +216,7 @@ def read_tables(needs, source, tokenizers, token_tables):
     """Return the tables of a loss: `nodes.Tables`, (indices, likelihoods), or ().
 
     Args:
-        needs: of its LossSpec.
+        needs: of its Adapter.
         source: path of a file of the projection tools (.pt), what it holds (a dict), or None: build
             them (translation only, in seconds; spelling.py).
         tokenizers, token_tables: the student's and the teacher's.
@@ -381,7 +381,7 @@ class CrossTokenizerKD:
         self.spec = LOSSES[loss]
         if align.fingerprint(student_tokenizer) == align.fingerprint(teacher_tokenizer):
             if self.spec.needs == "translation":
-                self.spec = LossSpec(self.spec.function, compute_per_position)
+                self.spec = Adapter(self.spec.function, compute_per_position)
                 parameters.pop("text_weight", None)  # every cell is one token, so nothing is open
         self.tables = read_tables(self.spec.needs, tables, self.tokenizers, self.token_tables)
         if parameters.get("kept_K") is not None:

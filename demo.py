@@ -433,7 +433,7 @@ def load_tokenizer(path):
 # --- runs -----------------------------------------------------------------------------------------
 
 
-class Layout(NamedTuple):
+class DemoLayout(NamedTuple):
     """How the students share the machine.
 
     ranks: of a student; jobs: how many students train side by side.
@@ -444,12 +444,12 @@ class Layout(NamedTuple):
 
 
 def choose_layout():
-    """Return the Layout: one student at a time on GPUs, two on a CPU."""
+    """Return the DemoLayout: one student at a time on GPUs, two on a CPU."""
     # counted in another process: this one needs no CUDA context
     command = [sys.executable, "-c", "import torch; print(torch.cuda.device_count())"]
     counted = subprocess.run(command, capture_output=True, text=True, check=True)
     gpus = min(int(counted.stdout), 2)
-    return Layout(gpus, 1) if gpus else Layout(ranks=1, jobs=2)
+    return DemoLayout(gpus, 1) if gpus else DemoLayout(ranks=1, jobs=2)
 
 
 def launch(ranks, flags, log, threads):

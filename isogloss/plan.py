@@ -191,7 +191,7 @@ def trained_weights(cfg, weights, adapter, shape):
 
 
 @dataclass
-class Layout:
+class PlannedLayout:
     """Hold what the flags and the ds_config say of a run.
 
     Attributes:
@@ -231,7 +231,7 @@ class Layout:
 
 
 def layout_of(cfg, num_ranks, hidden_size, on_gpu=True, stage=None, per_node=0):
-    """Return the Layout of a run.
+    """Return the PlannedLayout of a run.
 
     Args:
         num_ranks: of the job; stage: another one than the ds_config says, or None.
@@ -248,7 +248,7 @@ def layout_of(cfg, num_ranks, hidden_size, on_gpu=True, stage=None, per_node=0):
     sizes = batch_sizes(raw, ranks // cfg.ranks_per_reader, cfg.ds_config)
     zero = config.get("zero_optimization", {})
     half = any(config.get(kind, {}).get("enabled") for kind in ("bf16", "fp16"))
-    return Layout(
+    return PlannedLayout(
         cfg, zero.get("stage", 0) if stage is None else stage, 2 if half else 4, ranks,
         per_node - cfg.teacher_ranks, sizes.micro_batch_size, sizes.grad_accum_steps,
         int(zero.get("reduce_bucket_size", 5e8)),

@@ -226,5 +226,5 @@ def test_a_job_that_fails_ends_the_demo_with_the_end_of_its_log(tmp_path, monkey
     monkeypatch.setattr(demo, "launch", launch)
     monkeypatch.setattr(demo, "RUNS", tmp_path / "runs")
     with pytest.raises(SystemExit, match=r"(?s)line 15.*line 29.*--kd_weight=0") as end:
-        demo.train_arms(tmp_path / "cache", [0], demo.Layout(1, 2))
+        demo.train_arms(tmp_path / "cache", [0], demo.DemoLayout(1, 2))
     assert "line 14" not in str(end.value)

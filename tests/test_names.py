@@ -19,6 +19,10 @@ SHARED_NAMES = {
 }
 
 
+# names of an argument or of another library, not of the module of ours that is called so
+NOT_OURS = {("engine", "skipped_steps"), ("student", "encode"), ("args", "output")}
+
+
 def trees():
     """Return {path: syntax tree} of what is imported or copied, and of benchmarks."""
     paths = {*modules().values(), *(ROOT / "benchmarks").glob("*.py")}
@@ -55,12 +59,14 @@ def test_what_prose_names_exists():
     for path, tree in all_trees.items():
         for text in prose_of(path, tree):
             for module, name in re.findall(r"`(\w+)\.(\w+)`", text):
+                if (module, name) in NOT_OURS or module == "isogloss":
+                    continue
                 if module in names and name != "py" and name not in names[module]:
                     stale.append(f"{path.relative_to(ROOT)}: `{module}.{name}`")
             for name in re.findall(r"\b([a-z_]+\.py)\b", text):
                 if name not in files:
                     stale.append(f"{path.relative_to(ROOT)}: {name}")
-    assert not stale
+    assert not stale, "\n".join(stale)
 
 
 def test_a_class_has_a_name_of_its_own():

@@ -19,7 +19,7 @@ from isogloss.data.batch import Collator
 from isogloss.data.checks import explained
 from isogloss.data.file_rows import ROWS_TO_PEEK
 from isogloss.data.kinds import elsewhere
-from isogloss.data.open_data import Request, filled_columns, holds_chats, load_dataset
+from isogloss.data.open_data import DataRequest, filled_columns, holds_chats, load_dataset
 from isogloss.data.order import ExampleReader
 from isogloss.data.sample import TextEncoder
 from isogloss.data.texts import MOST_CHARACTERS
@@ -362,7 +362,7 @@ def test_chats_of_a_folder_are_read_by_split(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for streaming in (False, True):
         for split, expected in (("train", [PLAIN] * 4), ("test", [WITH_CALL])):
-            request = Request("org/name", "chat", split, streaming, (), (), (), "line")
+            request = DataRequest("org/name", "chat", split, streaming, (), (), (), "line")
             assert [row["chat"] for row in elsewhere.open_hub(request)] == expected
 
 

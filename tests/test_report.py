@@ -21,7 +21,7 @@ from isogloss.config import Config
 from isogloss.data.batch_types import Example
 from isogloss.integrations import Distillation
 from isogloss.report.__main__ import cli, colored
-from isogloss.report.text import Piece, pieces_of
+from isogloss.report.text import ReadPiece, pieces_of
 from jobs import run_distill, short_run
 
 VOID = {"meta", "img", "br"}
@@ -180,9 +180,9 @@ def shown(tmp_path, monkeypatch):
 
 
 def test_chunks_are_colored_by_whom_they_surprise():
-    pieces = [Piece("grey"), Piece("both", (1.0, 1.0), ([("b", 0.5)], [("b", 0.5)])),
-              Piece("hard", (9.0, 1.0), ([("b", 0.5)], [("h", 0.5)])),
-              Piece("soft", (1.0, 9.0), ([("s", 0.5)], [("b", 0.5)]))]
+    pieces = [ReadPiece("grey"), ReadPiece("both", (1.0, 1.0), ([("b", 0.5)], [("b", 0.5)])),
+              ReadPiece("hard", (9.0, 1.0), ([("b", 0.5)], [("h", 0.5)])),
+              ReadPiece("soft", (1.0, 9.0), ([("s", 0.5)], [("b", 0.5)]))]
     text = "".join(map(colored, pieces))
     assert ">grey<" in text and ">both<" in text
     assert "<strong>hard</strong>" in text and "<em>soft</em>" in text

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from isogloss.evaluation import task_passes
-from isogloss.evaluation.task_model import Request, score
+from isogloss.evaluation.task_model import TaskRequest, score
 
 WINDOW = 48
 VOCAB = 40
@@ -47,7 +47,7 @@ def requests_of():
     def ask(context, *continuations):
         for continuation in continuations:
             kept = np.array([*context, *continuation][-(WINDOW + 1) :], np.int32)
-            requests.append(Request(kept, len(continuation)))
+            requests.append(TaskRequest(kept, len(continuation)))
 
     for length in (1, 5, 9, 9, 14, 30):
         ask(ids(length), *[ids(1 + draws.randrange(6)) for _ in range(4)])
@@ -75,7 +75,7 @@ def with_greedy_ones(model, requests):
                 seen = torch.tensor(ids[:place].astype(np.int64))[None]
                 with torch.no_grad():
                     ids[place] = model(input_ids=seen, use_cache=False).logits[0, -1].argmax()
-        changed.append(Request(ids, request.num_scored))
+        changed.append(TaskRequest(ids, request.num_scored))
     return changed
 
 
@@ -129,14 +129,15 @@ def test_a_context_is_read_once(kind):
     context = list(range(30))
     requests = []
     for number in range(16):
-        requests.append(Request(np.array([*context, number, 5, 6, 7 + number % 2], np.int32), 4))
+        ids = np.array([*context, number, 5, 6, 7 + number % 2], np.int32)
+        requests.append(TaskRequest(ids, 4))
     model = tiny(kind)
     read = tokens_read(model, lambda: score(model, requests))
     if kind in SHARES:
         assert read == 30 + 16 * 3
     else:
         assert read >= 16 * 33
-    letters = [Request(np.array([*context, number], np.int32), 1) for number in range(4)]
+    letters = [TaskRequest(np.array([*context, number], np.int32), 1) for number in range(4)]
     assert tokens_read(model, lambda: score(model, letters)) == 30
 
 

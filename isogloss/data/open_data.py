@@ -25,7 +25,7 @@ FOR_MODELS = "system", "system_prompt", "functions", "chat_template_kwargs"
 
 
 @dataclass
-class Request:
+class DataRequest:
     """Say what of a data set is wanted; see `load_dataset`."""
 
     source: str
@@ -61,7 +61,7 @@ def load_dataset(source, text_key, split="train", streaming=False, *, plain_keys
         DataError: with what arrived, what was expected and what to do.
     """
     plain_keys = plain_keys or {}
-    request = Request(source, text_key, split, streaming, plain_keys, json_keys, optional_keys,
+    request = DataRequest(source, text_key, split, streaming, plain_keys, json_keys, optional_keys,
                       txt_samples)
     with checks.explained(source):
         dataset = _open(request)

@@ -4,7 +4,7 @@ A template may strip, drop, move, escape or rewrite what a message holds, and ad
 contents are not searched for.  The assistant speaks from the end of the prompt that the template
 writes for it up to the token that ends its turn: where a part of the chat is a beginning of the
 whole, it tells both.  Else a mark in the place of what a message holds tells where that stands
-(`Piece`), and both are looked for in what the template writes between two messages.
+(`FoundPiece`), and both are looked for in what the template writes between two messages.
 
 Tests: tests/test_turns.py, tests/test_speakers.py.
 """
@@ -286,7 +286,7 @@ def _with_arguments(calls, words):
     return {"tool_calls": changed}
 
 
-class Piece(NamedTuple):
+class FoundPiece(NamedTuple):
     """Hold characters of a rendering that a message says.
 
     message: its number.
@@ -302,7 +302,7 @@ class Piece(NamedTuple):
 
 
 def _pieces(parts, known, messages, text, write):
-    """List the Pieces of a rendering of messages, in its order.
+    """List the FoundPieces of a rendering of messages, in its order.
 
     Args:
         parts: of all messages; known: what `_known_pieces` returns.
@@ -321,7 +321,7 @@ def _pieces(parts, known, messages, text, write):
             end = len(text) - _common_end(text[begin:], behind[-1])
             is_sure = begin == len(first) and len(text) - end == len(behind[-1])
             is_sure = is_sure and len(behind) == 1
-            pieces.append(Piece(begin, end, number, part.name == "calls", is_sure))
+            pieces.append(FoundPiece(begin, end, number, part.name == "calls", is_sure))
     sure = [piece for piece in pieces if piece.is_sure]
     # with other words the template may have changed more than these, or it writes them twice
     doubtful = [piece for piece in pieces if not piece.is_sure and not any(
@@ -331,7 +331,7 @@ def _pieces(parts, known, messages, text, write):
 
 
 def _known_pieces(parts, messages, text, write):
-    """Return {index of a Part: its Pieces} by one rendering with a mark for each.
+    """Return {index of a Part: its FoundPieces} by one rendering with a mark for each.
 
     Calls are not in it, and nothing is where a template writes words otherwise than they are.
     """
@@ -354,16 +354,17 @@ def _known_pieces(parts, messages, text, write):
                 break
         else:
             return {}
-        pieces[index].append(Piece(begin, begin + len(words), parts[index].message, False, True))
+        end = begin + len(words)
+        pieces[index].append(FoundPiece(begin, end, parts[index].message, False, True))
         begin += len(words) + len(behind)
     return pieces if begin == len(text) else {}
 
 
-class Run(NamedTuple):
-    """Hold neighboring Pieces of one message, and how far it is to what others say.
+class FoundRun(NamedTuple):
+    """Hold neighboring FoundPieces of one message, and how far it is to what others say.
 
     low: where what stands in front of them ends; high: where what stands behind them begins.
-    before: the Piece in front of them; None: nothing is.
+    before: the FoundPiece in front of them; None: nothing is.
     first, last: of them.
     """
 
@@ -372,9 +373,9 @@ class Run(NamedTuple):
     begin: int
     end: int
     high: int
-    before: Piece | None
-    first: Piece
-    last: Piece
+    before: FoundPiece | None
+    first: FoundPiece
+    last: FoundPiece
 
 
 def _runs(pieces, size):
@@ -389,7 +390,7 @@ def _runs(pieces, size):
         begin = max(low, group[0].begin)
         end = max([begin, *[piece.end for piece in group]])
         high = max(end, size)
-        runs.append(Run(message, low, begin, end, high, before, group[0], group[-1]))
+        runs.append(FoundRun(message, low, begin, end, high, before, group[0], group[-1]))
         low = end
         before = group[-1]
     return runs
@@ -501,7 +502,7 @@ def _last_end(text, ends):
 
 
 def _until_end(begin, run, messages, text, write, ends):
-    """Return the Stretch of a Run, whose begin is known."""
+    """Return the Stretch of a FoundRun, whose begin is known."""
     for first, _ in ends:
         if run.end <= first < run.high:
             return Stretch(run.message, begin, first, first + 1)
@@ -513,7 +514,7 @@ def _until_end(begin, run, messages, text, write, ends):
 
 
 def _begin(run, text, before, header, ends):
-    """Return where the assistant begins to speak, in low .. begin of a Run; None: it is not known.
+    """Return where the assistant begins to speak, in low .. begin of a FoundRun; None: not known.
 
     Args:
         before: what the template writes up to there; None: it refuses that.
@@ -547,7 +548,7 @@ def _agreed(piece, low, high, text, other):
     """Return how far, of low .. high, another rendering goes on like a text; None: not known.
 
     Args:
-        piece: the last Piece in front of low, which both have.
+        piece: the last FoundPiece in front of low, which both have.
         other: a rendering of fewer messages; None: it is refused.
     """
     if other is None:

@@ -26,7 +26,7 @@ from isogloss.evaluation.code_tasks import (
     judged_by,
     prepare_task,
 )
-from isogloss.evaluation.task_model import GaveUp, Request, TaskEncoder, score, write_answers
+from isogloss.evaluation.task_model import GaveUp, TaskEncoder, TaskRequest, score, write_answers
 from isogloss.job.rendezvous import values_of_ranks
 
 PREFIX = "lm_eval:"
@@ -197,7 +197,7 @@ def _cache_of(folder):
 
 
 @dataclass
-class Answers:
+class TaskAnswers:
     """Answer the requests of the harness, each rank its share; all ranks take part in every method.
 
     Attributes:
@@ -274,7 +274,7 @@ class Answers:
         for number, ids in enumerate(self.encoder.encode(texts)):
             for read, scored in get_rolling_token_windows(
                     ids, self.encoder.first_token, self.encoder.window, context_len=1):
-                requests.append(Request(np.array([*read, scored[-1]], np.int32), len(scored)))
+                requests.append(TaskRequest(np.array([*read, scored[-1]], np.int32), len(scored)))
                 owners.append(number)
         logp = [0.0] * len(texts)
         for owner, of_window in zip(owners, self._scores(requests)):

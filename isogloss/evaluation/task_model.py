@@ -39,7 +39,7 @@ class GaveUp(Exception):
 
 
 @dataclass(frozen=True)
-class Request:
+class TaskRequest:
     """Ask for the log-likelihood of a continuation.
 
     Attributes:
@@ -111,7 +111,7 @@ class TaskEncoder:
         return encoded
 
     def requests(self, context, continuations):
-        """Return the Request of each continuation of a context.
+        """Return the TaskRequest of each continuation of a context.
 
         Raises:
             ValueError: a continuation is longer than the window.
@@ -135,7 +135,7 @@ class TaskEncoder:
             ids = [*context_ids, *continuation_ids]
             # the last token is predicted, but not read
             kept = np.array(ids[-(self.window + 1) :], np.int32)
-            requests.append(Request(kept, len(continuation_ids)))
+            requests.append(TaskRequest(kept, len(continuation_ids)))
         return requests
 
     def _without_context(self, ids):
@@ -243,7 +243,7 @@ def score(model, requests, batch_size=16, agree=bool):
 
     Args:
         model: causal language model of transformers, in evaluation mode.
-        requests: list of Request.
+        requests: list of TaskRequest.
         batch_size: rows of a forward pass, at most.
         agree: (this process has work) -> some process has work; one that has none runs an idle
             pass.  For models whose every pass needs all ranks, as under ZeRO-3.

@@ -61,8 +61,8 @@ class TaskSuite:
 
         metrics = {}
         records = []
-        answers = harness.Answers(model, self.encoder, self.options, self.rank, self.size, goes_on,
-                                  stop)
+        answers = harness.TaskAnswers(
+            model, self.encoder, self.options, self.rank, self.size, goes_on, stop)
         for task in self.tasks:
             of_task, of_items = self._run_harness_task(task, answers)
             if not of_task:

@@ -225,7 +225,7 @@ class LossSpec:
     """State what a run has to know of a loss.
 
     Attributes:
-        build: (cfg, `projection_tools.Pair`, device, has_rest) -> DistillationLoss; has_rest: the
+        build: (cfg, `tokenizers.Pair`, device, has_rest) -> DistillationLoss; has_rest: the
             teacher's rows are truncated, as those of `tiles.TopKLogits`.
         needs: what it works on: "spellings", "projection" or "chunks".
         flags: flags of config.py that it reads; they may differ for each of several teachers.

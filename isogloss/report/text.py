@@ -11,7 +11,7 @@ import torch
 TOP = 5  # most likely tokens that are shown of each model
 
 
-class Piece(NamedTuple):
+class ReadPiece(NamedTuple):
     """Hold a chunk of a text, or what no chunk holds.
 
     text: as the student spells it.
@@ -63,12 +63,12 @@ def pieces_of(distillation, model, example):
         text = whole[num_common(before, whole):]
         before = whole
         if number < 0:
-            pieces.append(Piece(text))
+            pieces.append(ReadPiece(text))
             continue
         encoders = distillation.student, distillation.encoder
         bits, guesses = zip(*[of_chunk(side, number, encoder.table)
                               for side, encoder in zip(sides, encoders)])
-        pieces.append(Piece(text, bits, guesses))
+        pieces.append(ReadPiece(text, bits, guesses))
     return pieces
 
 

@@ -88,7 +88,7 @@ class RouterBalance:
             return
         engine.eval()
         with torch.no_grad():
-            counts = [engine(batch.student, Choices(self)) for batch in micro_batches]
+            counts = [engine(batch.student, ExpertChoices(self)) for batch in micro_batches]
         engine.train()
         self.totals = device_sums(torch.stack(counts).sum(0))
 
@@ -129,7 +129,7 @@ class RouterBalance:
                 "least_chosen_expert": Readback(load_E.min())}
 
 
-class Choices:
+class ExpertChoices:
     """Tell `StudentWithLoss` to count what its routers choose, and to compute nothing else."""
 
     def __init__(self, balance):
