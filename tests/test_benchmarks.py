@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks import gpu, gpu_day, gpu_job, gpu_pack
+from benchmarks import gpu, gpu_day, gpu_job, gpu_pack, step
 from conftest import ROOT
 from isogloss.models.compiler import missing_compiler
 
@@ -390,7 +390,7 @@ def test_whole_jobs_are_checked_and_profiled(tmp_path):
 
 
 def test_gaps_lie_between_kernels_that_overlap():
-    busy, gaps = gpu_job.busy_and_gaps([(0, 2), (1, 3), (5, 9), (6, 7), (9, 10)])
+    busy, gaps = step.busy_and_gaps([(0, 2), (1, 3), (5, 9), (6, 7), (9, 10)])
     assert (busy, gaps) == (8, [2])
 
 
