@@ -26,6 +26,12 @@ SCRIPTS = sorted({path.name for path in (ROOT / "benchmarks").glob("*.py")}
                  - {"gpu.py", "gpu_job.py", "gpu_studies.py", "rivals.py"})
 
 
+@pytest.fixture(autouse=True)
+def warm_processes(monkeypatch):
+    """Let the processes of gpu.py be forked from the tests' server, which has all imported."""
+    monkeypatch.setattr(gpu, "START_METHOD", "forkserver")
+
+
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_a_script_says_what_it_is_for(script, monkeypatch, capsys):
     path = str(ROOT / "benchmarks" / script)
