@@ -25,10 +25,11 @@ sys.path.insert(0, str(ROOT))
 from benchmarks import gpu
 from benchmarks.step import Watch, busy_figures, profiled
 from isogloss import build, demo, distill
-from isogloss.inputs import build_collator, check_inputs
+from isogloss.inputs import build_collator, check_inputs, load_batches
 from isogloss.job.columns import pack
 from isogloss.job.launch import silence_libraries, start_distributed
 from isogloss.job.transfers import Readback, Uploads
+from isogloss.once_in_a_while import run_evaluation
 from isogloss.teachers.model import ModelSpec
 from isogloss.teachers.protocol import load_teacher
 from recipes.tiny.prepare import passages
@@ -127,6 +128,13 @@ def start_run(flags):
     cfg = distill.Config(**flags)
     inputs = check_inputs(cfg, device)
     return cfg, device, inputs, build.build_state(cfg, inputs, device)
+
+
+def evaluate(flags):
+    """Return the held-out metrics of a student by the job's evaluation, on this rank."""
+    cfg, device, inputs, state = start_run(flags)
+    _, batches = load_batches(cfg, inputs, state.engine, device, 0)
+    return run_evaluation(state, batches)
 
 
 def start_small_run(folder, micro_batch_size, precision):

@@ -435,6 +435,7 @@ assert not [name for name in threads if "gloo" in name], threads
 """
 
 
+@pytest.mark.slow
 def test_no_thread_of_a_group_outlives_it():
     """While Python ends, such a thread aborts the process now and then."""
     done = subprocess.run([sys.executable, "-c", LEAVING], cwd=ROOT, capture_output=True, text=True)

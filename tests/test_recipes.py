@@ -97,6 +97,7 @@ def run_recipes(folder, names):
     return run_distill([[f"--config=recipes/tiny/{name}.yaml"] for name in names])
 
 
+@pytest.mark.slow
 def test_tiny_recipes_run(tmp_path, monkeypatch):
     (tmp_path / "recipes").symlink_to(ROOT / "recipes")
     prepare.main(tmp_path / "runs" / "tiny")
