@@ -7,8 +7,8 @@ export OMP_WAIT_POLICY ?= passive
 export GLIBC_TUNABLES ?= glibc.malloc.hugetlb=1:glibc.malloc.mmap_max=0:glibc.malloc.trim_threshold=8589934592
 
 PIP_INSTALL = .venv/bin/pip install --disable-pip-version-check --quiet --no-compile
-# A file runs in one worker, so that what its tests share is set up once.  In the order of their
-# names: by their numbers of tests, the few that take longest would come last, with one worker idle.
+# A file runs in one worker, so that what its tests share is set up once.  In the order of
+# tests/conftest.py: by numbers of tests, those that take longest would come last.
 PYTEST = .venv/bin/python -m pytest -q -n 2 --dist=loadfile --no-loadscope-reorder
 
 demo: .venv/installed

@@ -32,14 +32,10 @@ import torch.distributed as dist
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.generation import candidate_generator, utils as generation
 
-from isogloss.build import build_state
-from isogloss.config import Config
+from benchmarks.gpu_job import evaluate
 from isogloss.distill import cli
 from isogloss.flags.parse import flag
 from isogloss.flags.tool import tool
-from isogloss.inputs import check_inputs, load_batches
-from isogloss.job.launch import start_distributed
-from isogloss.once_in_a_while import run_evaluation
 
 DRAFT = "tinytalk_neo_3M"
 RUNS = ROOT / "runs" / "drafts"
@@ -133,15 +129,12 @@ def judged(args, student, name, sources, max_length=LENGTH):
     """Return the metrics of a student on held-out rows, by the job's own evaluation."""
     file = RUNS / f"judged_{name}.json"
     if not file.exists():
-        cfg = Config(student=str(student), teacher=args.target, data=json.dumps(sources),
-                     eval_draft=True, loss="alm", teacher_dtype="bfloat16", num_workers=0,
-                     max_length=max_length, ds_config=str(RUNS / "ds.json"), learning_rate=1e-9,
-                     resume="never", output_dir=str(RUNS / "judge"))
-        device = start_distributed()
-        inputs = check_inputs(cfg, device)
-        state = build_state(cfg, inputs, device)
-        _, batches = load_batches(cfg, inputs, state.engine, device, 0)
-        file.write_text(json.dumps(run_evaluation(state, batches)))
+        metrics = evaluate(dict(
+            student=str(student), teacher=args.target, data=json.dumps(sources), eval_draft=True,
+            loss="alm", teacher_dtype="bfloat16", num_workers=0, max_length=max_length,
+            ds_config=str(RUNS / "ds.json"), learning_rate=1e-9, resume="never",
+            output_dir=str(RUNS / "judge")))
+        file.write_text(json.dumps(metrics))
     return json.loads(file.read_text())
 
 

@@ -310,12 +310,14 @@ def rehearse_study(name, out):
 def rehearse(names, out):
     """Run all parts on a CPU, some studies at a time, in processes of one warm server.
 
+    Nothing is compiled, which takes minutes of a CPU: test_compiler.py and test_teacher.py do so.
+
     Returns:
         number of parts that failed or are missing.
     """
     os.environ |= child_environment() | {
         "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": "",
-        "ISOGLOSS_CACHE": str(out / "cache")}
+        "TORCHDYNAMO_DISABLE": "1", "ISOGLOSS_CACHE": str(out / "cache")}
     # the path of this process is that of its children
     sys.path[:0] = filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))
     context = multiprocessing.get_context("forkserver")

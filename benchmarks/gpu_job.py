@@ -18,18 +18,18 @@ import torch
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 from deepspeed.utils import safe_get_full_grad
-from torch.profiler import ProfilerActivity, profile
 from transformers import AutoTokenizer
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 from benchmarks import gpu
-from benchmarks.step import Watch
+from benchmarks.step import Watch, busy_figures, profiled
 from isogloss import build, demo, distill
-from isogloss.inputs import build_collator, check_inputs
+from isogloss.inputs import build_collator, check_inputs, load_batches
 from isogloss.job.columns import pack
 from isogloss.job.launch import silence_libraries, start_distributed
 from isogloss.job.transfers import Readback, Uploads
+from isogloss.once_in_a_while import run_evaluation
 from isogloss.teachers.model import ModelSpec
 from isogloss.teachers.protocol import load_teacher
 from recipes.tiny.prepare import passages
@@ -128,6 +128,13 @@ def start_run(flags):
     cfg = distill.Config(**flags)
     inputs = check_inputs(cfg, device)
     return cfg, device, inputs, build.build_state(cfg, inputs, device)
+
+
+def evaluate(flags):
+    """Return the held-out metrics of a student by the job's evaluation, on this rank."""
+    cfg, device, inputs, state = start_run(flags)
+    _, batches = load_batches(cfg, inputs, state.engine, device, 0)
+    return run_evaluation(state, batches)
 
 
 def start_small_run(folder, micro_batch_size, precision):
@@ -298,51 +305,6 @@ def overlap():
 
 
 # --- time -------------------------------------------------------------------------------------
-
-
-def profiled(run):
-    """Return (torch's profiler of a run, the seconds that it took)."""
-    kinds = [ProfilerActivity.CPU]
-    if torch.cuda.is_available():
-        kinds.append(ProfilerActivity.CUDA)
-    with profile(activities=kinds) as profiler:
-        begin = time.perf_counter()
-        run()
-        gpu.synchronize()
-        seconds = time.perf_counter() - begin
-    return profiler, seconds
-
-
-def gpu_spans(profiler):
-    """Return sorted [(begin, end)] in microseconds of all that a GPU did."""
-    spans = []
-    for event in profiler.events():
-        on_gpu = event.device_type == torch.autograd.DeviceType.CUDA
-        if on_gpu and not event.is_user_annotation:
-            spans.append((event.time_range.start, event.time_range.end))
-    return sorted(spans)
-
-
-def busy_and_gaps(spans):
-    """Return (microseconds in which something ran, gaps between)."""
-    busy = 0.0
-    gaps = []
-    reached = spans[0][0] if spans else 0.0
-    for begin, end in spans:
-        if begin > reached:
-            gaps.append(begin - reached)
-        busy += max(0.0, end - max(begin, reached))
-        reached = max(reached, end)
-    return busy, gaps
-
-
-def busy_figures(profiler, num_gaps):
-    """Return seconds in which a GPU was busy, its kernels, and its longest gaps."""
-    spans = gpu_spans(profiler)
-    busy, gaps = busy_and_gaps(spans)
-    longest = [gpu.rounded(gap / 1e6) for gap in sorted(gaps)[-num_gaps:]]
-    return {"busy_seconds": gpu.rounded(busy / 1e6), "kernels": len(spans),
-            "longest_idle_seconds": longest}
 
 
 def timed_steps(folder):

@@ -38,9 +38,7 @@ from benchmarks.loss import Sizes
 from isogloss import demo, distill
 from isogloss.command import TransferArgs
 from isogloss.config import Config
-from isogloss.inputs import load_batches
 from isogloss.log import PEAK_FLOPS
-from isogloss.once_in_a_while import run_evaluation
 from isogloss.plan import ARCHITECTURES, plan
 from isogloss.transfer import main as give_tokenizer
 
@@ -407,13 +405,6 @@ def cut(place, folder):
     AutoTokenizer.from_pretrained(student).save_pretrained(folder)
 
 
-def evaluate(flags):
-    """Return the held-out metrics of a student by the job's evaluation, on this rank."""
-    cfg, device, inputs, state = gpu_job.start_run(flags)
-    _, batches = load_batches(cfg, inputs, state.engine, device, 0)
-    return run_evaluation(state, batches)
-
-
 def accepted(place, student):
     """Return {domain: share of drafted tokens that the model accepts}, expected, of a student."""
     folder = prepared(place)
@@ -423,7 +414,7 @@ def accepted(place, student):
     flags = flags_to_learn(place, "draft", 1, student=student, data=json.dumps(sources),
                            eval_draft=True, loss="alm")
     flags = {key: str(value) if isinstance(value, Path) else value for key, value in flags.items()}
-    [metrics] = gpu_job.on_ranks(1, evaluate, flags)
+    [metrics] = gpu_job.on_ranks(1, gpu_job.evaluate, flags)
     return {domain: round(metrics[f"eval/{domain.replace(' ', '_')}/draft_acceptance"], 3)
             for domain in domains}
 

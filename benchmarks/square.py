@@ -4,11 +4,11 @@
                                 [--pairs bytes-unigram] [--weight 2] [--plan]
 
 Nothing is downloaded: the corpus is the sources of the standard library, held out by package, and
-tokenizers and teachers are made of it, once.  The tokenizers (tokens with --scale large):
+tokenizers and teachers are made of it, once.  The tokenizers:
 
-bytes      byte-level BPE of 2,048 (8,192) tokens that keeps numbers whole
-digits     byte-level BPE of 512 (2,048) tokens that splits numbers into digits
-unigram    SentencePiece Unigram of 1,024 (4,096) tokens with byte fallback and single digits
+bytes      byte-level BPE of 2,048 tokens that keeps numbers whole
+digits     byte-level BPE of 512 tokens that splits numbers into digits
+unigram    SentencePiece Unigram of 1,024 tokens with byte fallback and single digits
 
 All teachers have the same shape, text and held-out bits per byte, to 0.005: the weights of the
 better ones are taken from before the end of their training.  So in the gains over text alone
@@ -34,16 +34,6 @@ Differences are paired by seed; intervals are of 95 %, by Student's t.
 Results are kept in runs/square, and what is done is not repeated.  A table is written there as
 JSON, too; with --table FILE weights and seconds are those of an earlier one.  rivals.py has losses
 of other systems.  Figures of record are in docs/LOG.md.
-
-On one GPU, with --scale large: teachers of 40 million weights, that also read the sources of
-installed packages, and students of 6 to 8 million.  No run begins after --minutes.  Each of these
-goes on where it is given again, behind `square.py --scale large --regime new --minutes 8
---processes 8`: teachers and a square, rivals, a square of four seeds.
-
-    --losses piece_kl --weight 1 --seeds 1
-    --losses piece_kl,bpm,simct,csd,projection_kl --table docs/log/square_new.json --seeds 3
-        --pairs digits-bytes,bytes-digits,bytes-unigram
-    --losses piece_kl --weight 1 --seeds 4
 """
 
 import hashlib
@@ -76,7 +66,6 @@ from isogloss.data.batch import Collator, PairOptions
 from isogloss.data.sample import TextEncoder
 from isogloss.flags.parse import flag
 from isogloss.flags.tool import tool
-from isogloss.job.columns import to_device
 from isogloss.objective.loss_table import build_loss
 from recipes.tiny import prepare
 
@@ -125,7 +114,6 @@ class Scale(NamedTuple):
     batch, rate: passages a step of a student, its highest learning rate.
     teacher_steps, teacher_batch, teacher_rate: of a teacher's training.
     kept_every: steps of a teacher of which the weights are kept.
-    is_large: a GPU trains; teachers learn from installed packages too, and are read in each step.
     """
 
     runs: Path
@@ -139,43 +127,30 @@ class Scale(NamedTuple):
     teacher_rate: float
     kept_every: int
     regimes: dict
-    is_large: bool = False
 
 
-SCALES = {
-    "small": Scale(
-        ROOT / "runs" / "square", dict(bytes=2048, digits=512, unigram=1024),
-        teacher=(192, 512, 4, 6), student=(64, 172, 4, 4), batch=8, rate=3e-3,
-        teacher_steps=600, teacher_batch=16, teacher_rate=3e-3, kept_every=20,
-        regimes={"little": Regime(1200, 150),
-                 "long": Regime(8000, 3000, checks=12, teacher_steps=1800),
-                 "new": Regime(1200, 150, is_fresh=False), "above": Regime(1200, 150)}),
-    "large": Scale(
-        ROOT / "runs" / "square_large", dict(bytes=8192, digits=2048, unigram=4096),
-        teacher=(512, 1408, 12, 8), student=(256, 704, 7, 8), batch=32, rate=2e-3,
-        teacher_steps=1600, teacher_batch=128, teacher_rate=1e-3, kept_every=100,
-        regimes={"little": Regime(9600, 300), "long": Regime(32000, 4000, checks=12),
-                 "new": Regime(9600, 300, is_fresh=False), "above": Regime(9600, 300)},
-        is_large=True)}
-scale = SCALES["small"]
-deadline = math.inf  # after which no run begins, in seconds as time.time()
+SCALE = Scale(
+    ROOT / "runs" / "square", dict(bytes=2048, digits=512, unigram=1024),
+    teacher=(192, 512, 4, 6), student=(64, 172, 4, 4), batch=8, rate=3e-3,
+    teacher_steps=600, teacher_batch=16, teacher_rate=3e-3, kept_every=20,
+    regimes={"little": Regime(1200, 150),
+             "long": Regime(8000, 3000, checks=12, teacher_steps=1800),
+             "new": Regime(1200, 150, is_fresh=False), "above": Regime(1200, 150)})
+scale = SCALE
 
 
-def use(name, regime, until=math.inf):
-    """Set the scale of this process, the teachers of a regime, and until when it begins runs."""
-    global scale, deadline
-    scale, deadline = SCALES[name], until
-    steps = scale.regimes[regime].teacher_steps or scale.teacher_steps
-    scale = scale._replace(teacher_steps=steps)
-    torch.set_num_threads(1)  # models of the small scale gain nothing from a second one
-    torch.set_float32_matmul_precision("high" if scale.is_large else "highest")
+def use(regime):
+    """Set the teachers of this process to those of a regime."""
+    global scale
+    scale = SCALE._replace(teacher_steps=SCALE.regimes[regime].teacher_steps or SCALE.teacher_steps)
+    torch.set_num_threads(1)  # models of this size gain nothing from a second one
 
 
 @dataclass(kw_only=True)
 class Args:
     """Compare losses by the held-out bits per byte of their students, on pairs of tokenizers."""
 
-    regime: str = flag("little", "what the students learn.", choices=tuple(SCALES["small"].regimes))
+    regime: str = flag("little", "what the students learn.", choices=tuple(SCALE.regimes))
     losses: str = flag("piece_kl,alm", "names of --loss or of rivals.py, with commas.")
     seeds: int = flag(8, "reported students per loss and pair.", low=1)
     pairs: str = flag("", "as bytes-unigram, student first, with commas; empty: all.")
@@ -184,8 +159,6 @@ class Args:
     ce_weight: float = flag(1.0, "weight of the text; 0: the teacher alone.", low=0)
     table: str = flag("", "a table of this tool, as JSON, that has the weights.")
     rate: float = flag(0.0, "highest learning rate; 0: that of the scale.", low=0)
-    scale: str = flag("small", "how large models and texts are.", choices=tuple(SCALES))
-    minutes: float = flag(0.0, "after which no run begins; 0: all are made.", low=0)
     equal_seconds: bool = flag(False, "train each loss as long as the first one takes.")
     processes: int = flag(2, "runs at a time, a core each.", low=1)
     plan: bool = flag(False, "say how long it takes, and end.")
@@ -223,15 +196,12 @@ def corpus():
     kept = scale.runs / "corpus.json"
     if kept.exists():
         return json.loads(kept.read_text())
-    root, packages = [Path(sysconfig.get_paths()[name]) for name in ("stdlib", "purelib")]
+    root = Path(sysconfig.get_paths()["stdlib"])
     parts = {"choose": [], "report": [], "train": [], "documentation": []}
     names = [path.relative_to(root) for path in sorted(root.rglob("*.py"))]
     names = [name for name in names if not SKIPPED_FOLDERS & set(name.parts)]
-    if scale.is_large:
-        names += sorted(packages.rglob("*.py"))
     for name in names:
-        # what is installed is never held out
-        first_byte = 255 if name.is_absolute() else sha256(name.parts[0])[0]
+        first_byte = sha256(name.parts[0])[0]
         part = "choose" if first_byte < 12 else "report" if first_byte < 36 else "train"
         try:
             parts[part] += prepare.passages((root / name).read_text(), PASSAGE)
@@ -276,24 +246,18 @@ def name_of(teacher):
     return f"{teacher}-{scale.teacher_steps}" if is_made_here else sha256(teacher).hex()[:8]
 
 
-def device():
-    """Return the device that trains."""
-    return "cuda" if scale.is_large and torch.cuda.is_available() else "cpu"
-
-
 def fresh(shape, kind, seed):
     """Return a model with random weights."""
     names = "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"
     values = dict(zip(names, shape), max_position_embeddings=MAX_LENGTH)
-    return demo.llama(encoder(kind).tokenizer, values, seed).to(device())
+    return demo.llama(encoder(kind).tokenizer, values, seed)
 
 
 @cache
 def teacher(kind):
     """Return a matched teacher, or a real model."""
     if kind not in KINDS:
-        model = AutoModelForCausalLM.from_pretrained(kind, dtype=torch.float32)
-        return model.to(device()).eval()
+        return AutoModelForCausalLM.from_pretrained(kind, dtype=torch.float32).eval()
     model = fresh(scale.teacher, kind, 0)
     model.load_state_dict(torch.load(scale.runs / f"teacher-{name_of(kind)}.pt"))
     return model.eval()
@@ -320,8 +284,7 @@ def held_out(kind, part):
     """Return the batches of held-out rows."""
     collator = Collator(encoder(kind), [])
     texts = corpus()[part]
-    return [to_device(collator(texts[i : i + 16]).student, device())
-            for i in range(0, len(texts), 16)]
+    return [collator(texts[i : i + 16]).student for i in range(0, len(texts), 16)]
 
 
 @torch.no_grad()
@@ -416,7 +379,7 @@ class Run:
 
 def do(run):
     """Train the student of a run and write {"choose", "report": bits per byte, "seconds"}."""
-    if run.path.exists() or time.time() > deadline:
+    if run.path.exists():
         return
     regime = scale.regimes[run.regime]
     texts = corpus()["train"][: regime.rows]
@@ -427,22 +390,19 @@ def do(run):
     best = {"choose": math.inf}
     seconds = 0.0 if kd is None else kd.seconds * min(regime.rows, run.steps * scale.batch)
     every = math.ceil(run.steps / regime.checks)
-    now = time.perf_counter if device() == "cuda" else time.process_time
-    clock = [now()]
+    clock = [time.process_time()]
 
     def check(model, step):
         nonlocal best, seconds
         if (step + 1) % every and step + 1 != run.steps:
             return
-        if device() == "cuda":
-            torch.cuda.synchronize()
-        seconds += now() - clock.pop()
+        seconds += time.process_time() - clock.pop()
         model.eval()
         bits = {part: bits_per_byte(model, run.student, part) for part in ("choose", "report")}
         model.train()
         if bits["choose"] < best["choose"]:
             best = bits | {"steps": step + 1}
-        clock.append(now())
+        clock.append(time.process_time())
 
     learn(student, run.student, texts, run.steps, kd=kd, seed=run.seed, rate=run.rate,
           weights=(run.ce_weight, run.weight), after=check)
@@ -476,7 +436,7 @@ def learn(model, kind, texts, steps, *, kd=None, seed=0, rate=0.0, weights=(1.0,
     for step, numbers in enumerate(batches(len(texts), size or scale.batch, seed, steps)):
         for group in optimizer.param_groups:
             group["lr"] = learning_rate(step, steps, rate or scale.rate)
-        batch = to_device(collator([texts[number] for number in numbers]), device())
+        batch = collator([texts[number] for number in numbers])
         logits = model(input_ids=batch.student.ids).logits.flatten(0, 1)
         loss = weights[0] * F.cross_entropy(logits, batch.student.labels.flatten(),
                                             ignore_index=-100)
@@ -493,7 +453,7 @@ def learn(model, kind, texts, steps, *, kd=None, seed=0, rate=0.0, weights=(1.0,
 class TeacherLoss:
     """Compare a student with what a teacher says of the same rows.
 
-    seconds: that the teacher takes for a row, where it is not read in each step.
+    seconds: that the teacher takes for a row.
     """
 
     def __init__(self, run, num_rows):
@@ -503,18 +463,15 @@ class TeacherLoss:
         cfg = Config(student=student, teacher=teacher_name, data="-", loss=run.loss,
                      ce_weight=run.ce_weight)
         encoders = [encoder(kind) for kind in kinds]
-        self.loss = build_loss(cfg, *encoders, device())
+        self.loss = build_loss(cfg, *encoders, "cpu")
         self.options = PairOptions(encoders[1], self.loss.spelling)
-        self.body = teacher(run.teacher).base_model
-        self.rows, self.seconds = (None, 0.0) if scale.is_large else hidden(run.teacher, num_rows)
+        self.rows, self.seconds = hidden(run.teacher, num_rows)
         weight = teacher(run.teacher).get_output_embeddings().weight.detach()
         self.head = weight[: len(encoders[1].table)]
 
     @torch.no_grad()
     def states(self, ids, numbers):
         """Return what the teacher's head reads of rows."""
-        if self.rows is None:
-            return self.body(input_ids=ids)[0]
         rows = [self.rows[number][: ids.shape[1]].float() for number in numbers]
         return torch.stack([F.pad(row, (0, 0, 0, ids.shape[1] - len(row))) for row in rows])
 
@@ -706,13 +663,11 @@ def shares(found, loss):
 def main(args):
     if (args.regime == "above") != bool(args.teacher):
         raise ValueError("--teacher DIR and --regime above go together")
-    until = time.time() + 60 * args.minutes if args.minutes else math.inf
-    setting = args.scale, args.regime, until
-    use(*setting)
+    use(args.regime)
     study = Study(args)
     is_alone = args.processes == 1
     with nullcontext() if is_alone else ProcessPoolExecutor(
-            args.processes, multiprocessing.get_context("spawn"), use, setting) as pool:
+            args.processes, multiprocessing.get_context("spawn"), use, (args.regime,)) as pool:
         for_each = map if is_alone else pool.map
         if not args.plan:
             for kind in KINDS:
@@ -727,7 +682,7 @@ def main(args):
             minutes = len(study.missing) * seconds / args.processes / 60
             print(f"{len(study.missing)} runs, about {minutes:.0f} minutes; more where a weight is "
                   "to be chosen", file=sys.stderr, flush=True)
-            if args.plan or time.time() > until:
+            if args.plan:
                 return
             if not scale.regimes[args.regime].is_fresh:
                 list(for_each(first_weights, *zip(*{(r.student, r.seed) for r in study.missing})))

@@ -6,6 +6,7 @@ none of it.
 
 import os
 import sys
+from collections import Counter
 from pathlib import Path
 
 os.environ |= {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false",
@@ -26,6 +27,12 @@ ASSETS = ROOT.parent / "shared" / "assets"
 GOLDEN = ROOT / "tests" / "golden"
 SHAPE = dict(hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
              num_key_value_heads=2, max_position_embeddings=256, initializer_range=0.2)
+
+
+def pytest_collection_modifyitems(items):
+    """Run the files with the most slow tests first: at the end no worker waits long for another."""
+    slow = Counter(item.path for item in items if item.get_closest_marker("slow"))
+    items.sort(key=lambda item: -slow[item.path])
 
 
 def asset(*parts):

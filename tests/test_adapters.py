@@ -151,6 +151,7 @@ def jobs(models, texts, tmp_path_factory):
     return folder
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [*[f"stage{stage}" for stage in ALONE], "nf4"])
 def test_an_adapter_is_trained_as_by_plain_peft(jobs, models, trained_by_peft, name):
     export = jobs / name / "export"
@@ -163,6 +164,7 @@ def test_an_adapter_is_trained_as_by_plain_peft(jobs, models, trained_by_peft, n
     assert config["base_model_name_or_path"] == str(models[0])
 
 
+@pytest.mark.slow
 def test_a_job_goes_on_bit_by_bit_in_other_stages_and_in_shards(jobs):
     expected = losses_of(jobs / "whole")
     assert [line["step"] for line in expected] == [1, 2, 3, 4]
@@ -173,6 +175,7 @@ def test_a_job_goes_on_bit_by_bit_in_other_stages_and_in_shards(jobs):
                 assert line[key] == pytest.approx(other[key], rel=2e-5), (name, key)
 
 
+@pytest.mark.slow
 def test_four_bits_go_on_and_are_exported_as_they_were_trained(jobs, models, texts):
     """Bit by bit, with evaluations in between, which pack them anew if nobody forbids it."""
     whole = losses_of(jobs / "nf4_whole")
@@ -195,6 +198,7 @@ def test_four_bits_go_on_and_are_exported_as_they_were_trained(jobs, models, tex
                for name in rounded[1] if "k_proj" in name)
 
 
+@pytest.mark.slow
 def test_a_checkpoint_holds_no_frozen_weight(jobs):
     files = list((jobs / "whole" / "checkpoints" / "step_0000004").rglob("*model_states.pt"))
     assert files
@@ -205,6 +209,7 @@ def test_a_checkpoint_holds_no_frozen_weight(jobs):
     assert names and all(adapters.is_adapter(name) for name in names)
 
 
+@pytest.mark.slow
 def test_a_merged_export_is_the_base_with_the_products(jobs, models):
     merged = tensors_of(jobs / "to3" / "export")
     base = tensors_of(models[0])
@@ -215,6 +220,7 @@ def test_a_merged_export_is_the_base_with_the_products(jobs, models):
     assert not (jobs / "to3" / "export" / "adapter_config.json").exists()
 
 
+@pytest.mark.slow
 def test_an_adapter_goes_on_or_becomes_part_of_the_weights(jobs, models):
     before = tensors_of(jobs / "stage2" / "export")
     after = tensors_of(jobs / "onward" / "export")
@@ -237,6 +243,7 @@ def test_an_adapter_goes_on_or_becomes_part_of_the_weights(jobs, models):
         assert float((weight - expected[name]).abs().max()) < 2 * LEARNING_RATE
 
 
+@pytest.mark.slow
 def test_a_student_with_an_adapter_writes(jobs):
     lines = [line for line in losses_of(jobs / "writing") if "loss" in line]
     assert len(lines) == 2 and all(line["rollout/logp_gap"] < 1e-4 for line in lines)

@@ -17,13 +17,19 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks import gpu, gpu_day, gpu_job, gpu_pack
+from benchmarks import gpu, gpu_day, gpu_job, gpu_pack, step
 from conftest import ROOT
 from isogloss.models.compiler import missing_compiler
 
 # what gpu_day.py runs and losses of square.py are no scripts
 SCRIPTS = sorted({path.name for path in (ROOT / "benchmarks").glob("*.py")}
                  - {"gpu.py", "gpu_job.py", "gpu_studies.py", "rivals.py"})
+
+
+@pytest.fixture(autouse=True)
+def warm_processes(monkeypatch):
+    """Let the processes of gpu.py be forked from the tests' server, which has all imported."""
+    monkeypatch.setattr(gpu, "START_METHOD", "forkserver")
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
@@ -57,24 +63,23 @@ def square(tmp_path, monkeypatch):
     whole = square.corpus()
     rows = {"choose": 6, "report": 6, "train": 400, "documentation": 40}
     small = {part: whole[part][:num] for part, num in rows.items()}
-    for name, of in square.SCALES.items():
-        monkeypatch.setitem(square.SCALES, name, of._replace(
-            runs=tmp_path / name, sizes=dict(bytes=400, digits=300), teacher=(16, 16, 1, 1),
-            student=(16, 16, 1, 1), teacher_steps=3, kept_every=1,
-            regimes={"little": square.Regime(16, 2, checks=2),
-                     "new": square.Regime(16, 2, is_fresh=False),
-                     "above": square.Regime(16, 2)}))
+    small_scale = square.SCALE._replace(
+        runs=tmp_path / "small", sizes=dict(bytes=400, digits=300), teacher=(16, 16, 1, 1),
+        student=(16, 16, 1, 1), teacher_steps=3, kept_every=1,
+        regimes={"little": square.Regime(16, 2, checks=2),
+                 "new": square.Regime(16, 2, is_fresh=False), "above": square.Regime(16, 2)})
     for name, value in {
+        "SCALE": small_scale,
         "corpus": lambda: small, "MATCHED": 9.0, "FIRST_STEPS": 2, "SEEDS_TO_CHOOSE": (100,),
         "WEIGHTS": (1.0,), "LIGHTEST": 1.0, "HEAVIEST": 1.0,
         "KINDS": {kind: square.KINDS[kind] for kind in ("bytes", "digits")},
     }.items():
         monkeypatch.setattr(square, name, value)
-    square.use("small", "little")
+    square.use("little")
     for cached in (square.encoder, square.teacher, square.hidden, square.held_out):
         cached.cache_clear()
     yield square
-    square.use("small", "little")
+    square.use("little")
     LOSSES.clear()  # of the rivals, which other tests would take for the job's own
     LOSSES.update(losses)
     for cached in (square.encoder, square.teacher, square.hidden, square.held_out):
@@ -116,20 +121,6 @@ def test_a_table_has_the_weights_and_seconds_of_the_next_one(square, tmp_path, c
         ("piece_kl", 0.5, 2), ("alm", 2, 4)]
     assert table["seeds"] == 2 and [len(row["bits"]) for row in table["table"]] == [2, 2]
     assert len(list((tmp_path / "small" / "results").iterdir())) == 2 * (1 + 1 + 1)  # with the text
-
-
-def test_what_a_gpu_trains_goes_on_where_its_minutes_ended(square, tmp_path, capsys, monkeypatch):
-    """The large scale reads its teacher in each step; without time no run is made."""
-    flags = dict(scale="large", losses="piece_kl,csd", regime="new", seeds=1, weight=1.0,
-                 pairs="digits-bytes", processes=1)
-    square.main(square.Args(minutes=1e-9, **flags))
-    captured = capsys.readouterr()
-    assert "3 runs" in captured.err and "student" not in captured.out
-    assert sorted(path.name for path in (tmp_path / "large").glob("teacher-*")) == [
-        "teacher-bytes-3.pt", "teacher-digits-3.pt"]
-    square.main(square.Args(**flags))
-    assert "student digits, teacher bytes" in capsys.readouterr().out
-    assert not list((tmp_path / "large").glob("hidden-*"))
 
 
 def test_what_teachers_and_students_are_good_for_cancels_in_a_share(square):
@@ -390,7 +381,7 @@ def test_whole_jobs_are_checked_and_profiled(tmp_path):
 
 
 def test_gaps_lie_between_kernels_that_overlap():
-    busy, gaps = gpu_job.busy_and_gaps([(0, 2), (1, 3), (5, 9), (6, 7), (9, 10)])
+    busy, gaps = step.busy_and_gaps([(0, 2), (1, 3), (5, 9), (6, 7), (9, 10)])
     assert (busy, gaps) == (8, [2])
 
 

@@ -93,7 +93,8 @@ def caches(models, data, tmp_path_factory):
 
 
 @pytest.mark.parametrize("flags, of_killed", [
-    ([], []), (["--logp_bits=8"], []), (["--sampled", "--temperature=2.0"], ["--streaming"])])
+    ([], []), pytest.param(["--logp_bits=8"], [], marks=pytest.mark.slow),
+    pytest.param(["--sampled", "--temperature=2.0"], ["--streaming"], marks=pytest.mark.slow)])
 def test_a_killed_writer_goes_on_and_the_cache_is_the_same_bit_by_bit(
         models, data, flags, of_killed, tmp_path):
     """Also where the killed one reads a stream of the same data."""

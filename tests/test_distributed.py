@@ -216,13 +216,13 @@ def test_teachers_on_ranks_of_their_own(base_run, models, untied):
 
 @pytest.mark.slow
 def test_resume_is_exact(base_run):
-    """For every ZeRO stage, bf16 and offload: 6 steps at once give the bits of 2 + 4 steps."""
+    """For every ZeRO stage, bf16 and offload: 4 steps at once give the bits of 2 + 2 steps."""
     folder = base_run.folder
     kinds = ["zero0", "zero1", "zero2", "zero3", "bf16", "offload"]
     whole_runs = []
     resumed_runs = []
     for kind in kinds:
-        flags = ["--steps=6", "--eval_every=3"]
+        flags = ["--steps=4", "--eval_every=3"]
         if kind == "zero1":
             flags.append("--activation_checkpointing")
         saved = folder / "whole" / kind / "checkpoints" / "step_0000002"
@@ -234,11 +234,11 @@ def test_resume_is_exact(base_run):
     for kind in kinds:
         whole = jobs.losses_of(folder / "whole" / kind, 2)
         resumed = jobs.losses_of(folder / "resumed" / kind)
-        assert whole == resumed and len(resumed) == 6, kind  # four steps, evaluated after 3 and 6
+        assert whole == resumed and len(resumed) == 4, kind  # two steps, both evaluated
         assert resumed[-1]["eval/kd"] > 0 and resumed[0]["loss"] != resumed[-2]["loss"]
         record = json.loads((folder / "whole" / kind / "run.json").read_text())
         schedule = record["ds_config"]["scheduler"]["params"]
-        assert record["ranks"] == 2 and schedule["total_num_steps"] == 6
+        assert record["ranks"] == 2 and schedule["total_num_steps"] == 4
 
 
 def run_until(argv, moment):

@@ -90,18 +90,28 @@ def skip_a_step(flags, texts, configs):
     """
     reports = {}
     for number, (kind, path) in enumerate(configs.items()):
+        of_loss = flags_of("piece_kl" if number else "projection_kl")
+        changes = flags | of_loss | {"ds_config": path}
+        # a run in which the optimizer did nothing in step 2
+        other, batches = job_and_batches(changes, texts)
+        distill.train_step(other, batches[:2])
+        distill.train_step(other, batches[4:])
         name = list(SPOILERS)[number % 3]
         for spoiler in SPOILERS if kind == "zero0" else [name]:
-            changes = flags_of("piece_kl" if number else "projection_kl") | {"ds_config": path}
-            reports[kind, spoiler] = skip_a_step_of(flags | changes, texts, spoiler)
+            reports[kind, spoiler] = skip_a_step_of(changes, texts, spoiler, other)
     return reports
 
 
-def skip_a_step_of(flags, texts, spoiler):
+def job_and_batches(flags, texts):
     state, inputs = job_for(flags)
     doors.prepare(state, inputs, None)
     collator = build_collator(state.cfg, inputs, state.device, math.inf)
-    batches = [collator(texts[first : first + 2]) for first in range(dist.get_rank(), 12, 2)]
+    firsts = range(dist.get_rank(), 12, 2)
+    return state, [collator(texts[first : first + 2]) for first in firsts]
+
+
+def skip_a_step_of(flags, texts, spoiler, other):
+    state, batches = job_and_batches(flags, texts)
     distill.train_step(state, batches[:2])
     before = state_of(state.engine)
     is_spoiled = dist.get_rank() == 1 or spoiler == ON_EVERY_RANK
@@ -112,11 +122,6 @@ def skip_a_step_of(flags, texts, spoiler):
               "bad_steps": state.bad_steps.count, "causes": state.bad_steps.causes,
               "norm": metrics["grad_norm"], "count": metrics["skipped_steps"]}
     distill.train_step(state, batches[4:])
-    # a run in which the optimizer did nothing in step 2
-    other, _ = job_for(flags)
-    doors.prepare(other, inputs, None)
-    distill.train_step(other, batches[:2])
-    distill.train_step(other, batches[4:])
     return report | {"moved": not are_equal(before, state_of(state.engine)),
                      "same": are_equal(state_of(other.engine), state_of(state.engine)),
                      "after": state.bad_steps.count, "scales": dict(state.scales)}

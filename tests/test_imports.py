@@ -1,6 +1,7 @@
 """What is copied stands alone; a room imports only rooms above it; nothing goes in circles."""
 
 import ast
+import graphlib
 
 import pytest
 
@@ -124,6 +125,12 @@ def test_there_is_no_circle():
         leaves = {name for name, imported in graph.items() if not imported & graph.keys()}
         assert leaves, f"a circle among {sorted(graph)}"
         graph = {name: imported for name, imported in graph.items() if name not in leaves}
+
+
+def test_there_is_no_circle_of_benchmarks():
+    known = {f"benchmarks.{path.stem}": path for path in (ROOT / "benchmarks").glob("*.py")}
+    graph = {name: imports_of(name, path, known) for name, path in known.items()}
+    graphlib.TopologicalSorter(graph).prepare()  # raises a CycleError
 
 
 def test_the_training_script_reads_like_the_algorithm():

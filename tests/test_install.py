@@ -60,7 +60,7 @@ def installed(tmp_path_factory):
     (packages / "tested.pth").write_text("\n".join(site.getsitepackages()) + "\n")
     programs = folder / "env" / "bin"
     subprocess.run([*pip, "--python", str(programs / "python"), "install", "--no-deps",
-                    "--no-index", str(wheel)], check=True)
+                    "--no-index", "--no-compile", str(wheel)], check=True)
     variables = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
     return programs, variables | {"PATH": f"{programs}:{os.environ['PATH']}"}
 
@@ -74,22 +74,37 @@ def run(installed, folder, *words):
     return done.stdout
 
 
+RECIPE = "recipes/qwen3_4b_to_llama_3.2_1b.yaml"
+# what a new process of each would do; they import the same
+TOOLS = f"""
+import contextlib, runpy, sys
+from importlib import metadata
+import isogloss
+assert "torch" not in sys.modules
+from isogloss import CrossTokenizerKD, losses, align
+print(isogloss.__version__, losses.__file__)
+for words in (["isogloss-plan", {RECIPE!r}], ["isogloss", "doctor"], ["build", "--help"]):
+    print("===")
+    sys.argv = words
+    with contextlib.suppress(SystemExit):
+        if words[0] == "build":
+            runpy.run_module("isogloss.projection_tools.build", run_name="__main__")
+        else:
+            [program] = metadata.entry_points(group="console_scripts", name=words[0])
+            program.load()()
+"""
+
+
 @pytest.mark.slow
 def test_modules_and_tools_of_an_installation(installed, tmp_path):
-    code = ("import sys, isogloss; assert 'torch' not in sys.modules; "
-            "from isogloss import CrossTokenizerKD, losses, align; "
-            "print(isogloss.__version__, losses.__file__)")
-    version, path = run(installed, tmp_path, "python", "-c", code).split()
+    modules, planned, found, built = run(installed, tmp_path, "python", "-c", TOOLS).split("===\n")
+    version, path = modules.split()
     assert version == __version__
     assert path.startswith(str(installed[0].parent))
-    assert "--top_k" in run(installed, tmp_path, "python", "-m", "isogloss.projection_tools.build",
-                            "--help")
-    recipe = "recipes/qwen3_4b_to_llama_3.2_1b.yaml"
-    assert recipe in run(installed, tmp_path, "isogloss-plan", recipe)
-    assert "--teacher_output_topk" in run(installed, tmp_path, "isogloss-distill", "--help")
-    found = run(installed, tmp_path, "isogloss", "doctor")
+    assert RECIPE in planned and "--top_k" in built
     assert f"torch {metadata.version('torch')}" in found and "GiB free" in found
     assert "MISSING" not in found and "GPU" in found
+    assert "--teacher_output_topk" in run(installed, tmp_path, "isogloss-distill", "--help")
 
 
 @pytest.mark.slow

@@ -71,6 +71,7 @@ def measured(flags):
     return answers
 
 
+@pytest.mark.slow
 def test_what_is_expected_is_what_jobs_allocate(tmp_path):
     """Part by part, of a student of 16 M weights with a teacher of 20 M."""
     base = prepare(asset(), tmp_path, hidden=384, layers=8)

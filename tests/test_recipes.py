@@ -98,6 +98,7 @@ def run_recipes(folder, names):
     return run_distill([[f"--config=recipes/tiny/{name}.yaml"] for name in names])
 
 
+@pytest.mark.slow
 def test_tiny_recipes_run(tmp_path, monkeypatch):
     (tmp_path / "recipes").symlink_to(ROOT / "recipes")
     prepare.main(tmp_path / "runs" / "tiny")
@@ -139,7 +140,7 @@ def test_every_recipe_runs_to_its_end_with_small_models(chat_models, untied, tex
         (tmp_path / f"{name}.json").write_text(json.dumps(config))
         line = [f"--config={ROOT / 'recipes' / name}.yaml", f"--student={student}",
                 f"--data={data}", f"--ds_config={tmp_path / name}.json", "--steps=2",
-                "--max_length=60", "--eval_rows=4", "--eval_every=1", "--eval_tasks=",
+                "--max_length=60", "--eval_rows=4", "--eval_every=2", "--eval_tasks=",
                 "--eval_task_every=0", "--eval_task_options=", "--num_workers=0",
                 f"--output_dir={tmp_path / name}", f"--export={tmp_path / name / 'student'}"]
         if "teachers" in flags:  # the second has the student's tokenizer

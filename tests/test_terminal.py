@@ -4,17 +4,20 @@ import contextlib
 import json
 import os
 import pty
+import runpy
 import shutil
 import subprocess
 import sys
+import tempfile
 import unicodedata
 from pathlib import Path
 
 import pytest
 
+import ranks
 from isogloss import align_view
 from isogloss.flags.terminal import harmless, one_line
-from jobs import ds_config
+from jobs import ds_config, write_to_file
 from text_servers import StandIn
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -43,12 +46,33 @@ def test_every_character_is_printed_or_harmless():
     assert "\n" not in one_line(HOSTILE) and one_line("  a\n\n  b ") == "a b"
 
 
+def run_here(words, folder, path):
+    """Run a command on this rank, which writes to a file; return its exit code."""
+    write_to_file(path)
+    os.chdir(folder)
+    is_module = words[0] == "-m"
+    sys.argv = words[is_module:]
+    try:
+        if is_module:
+            runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
+        else:
+            runpy.run_path(sys.argv[0], run_name="__main__")
+    except SystemExit as end:
+        if isinstance(end.code, str):
+            print(end.code, file=sys.stderr)
+        return 1 if isinstance(end.code, str) else end.code or 0
+    return 0
+
+
 def run(words, folder, code=0):
-    """Run a command of this project in a fresh process; return all that it prints, checked."""
-    done = subprocess.run([sys.executable, *map(str, words)], cwd=folder, capture_output=True,
-                          env=os.environ | {"PYTHONPATH": str(ROOT)})
-    printed = (done.stdout + done.stderr).decode()
-    assert done.returncode == code, printed
+    """Run a command of this project in a process that is forked; return all that it prints,
+    checked.
+    """
+    with tempfile.TemporaryDirectory() as temporary:
+        path = Path(temporary) / "printed"
+        codes = ranks.run(1, run_here, list(map(str, words)), folder, str(path))
+        printed = path.with_name("printed0").read_bytes().decode()
+    assert codes == [code], printed
     assert not commands_in(printed), printed
     fake = [line for line in printed.splitlines() if line.startswith("fake")]
     assert printed and (not fake or "Traceback" in printed), printed

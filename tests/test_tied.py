@@ -116,6 +116,13 @@ def test_a_config_is_that_of_the_files(tmp_path, name):
     assert (shape.tied, shape.weights) == (expected, sum(map(torch.numel, model.parameters())))
 
 
+def test_files_are_looked_at_again_once_they_change(tmp_path):
+    model = new_model("llama", 40, tie_word_embeddings=True)
+    for edit, expected in ((lambda _: None, True), (one_number_more, False)):
+        with_tensors(edit)(model, tmp_path)
+        assert config_of_weights("student", str(tmp_path)).tie_word_embeddings == expected
+
+
 def test_a_pickled_head_of_its_own_is_seen(students, tmp_path):  # noqa: F811
     as_bin(AutoModelForCausalLM.from_pretrained(students("llama", "untied")), tmp_path)
     say_tied(tmp_path)

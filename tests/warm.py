@@ -9,7 +9,10 @@ import gc
 import warnings
 
 import deepspeed
+import hypothesis  # noqa: F401, as below: what the files of tests import
+import pytest  # noqa: F401
 
+import steps  # noqa: F401, and with it jobs.py and what they start
 from isogloss import demo, distill  # noqa: F401
 from isogloss.align import TokenTable
 from isogloss.data.batch import Collator, PairOptions

@@ -40,19 +40,24 @@ def without_secrets(value):
     That is a name and a password in an address, and its query, which may be signed; a token of the
     hub; the value of a key or a variable of the environment that is named after a secret.
     """
+    secrets = [secret for name, secret in os.environ.items()
+               if len(secret) >= 8 and SECRET_VARIABLE.search(name)]
+    return _hide(value, secrets)
+
+
+def _hide(value, secrets):
     if isinstance(value, dict):
         clean = {}
         for key, item in value.items():
             is_secret = isinstance(item, str) and item and SECRET_KEY.fullmatch(str(key))
-            clean[without_secrets(key)] = HIDDEN if is_secret else without_secrets(item)
+            clean[_hide(key, secrets)] = HIDDEN if is_secret else _hide(item, secrets)
         return clean
     if isinstance(value, (list, tuple)):
-        return [without_secrets(item) for item in value]
+        return [_hide(item, secrets) for item in value]
     if not isinstance(value, str):
         return value
-    for name, secret in os.environ.items():
-        if len(secret) >= 8 and SECRET_VARIABLE.search(name):
-            value = value.replace(secret, HIDDEN)
+    for secret in secrets:
+        value = value.replace(secret, HIDDEN)
     value = OPTION.sub(rf"\g<1>{HIDDEN}", ADDRESS.sub(_public_address, value))
     return TOKEN.sub(rf"\g<1>{HIDDEN}", ASSIGNED.sub(rf"\g<1>{HIDDEN}", value))
 

@@ -37,7 +37,10 @@ def untie_as_files_do(role, path, config, trust_remote_code=False, *, download=T
         return
     name = read_model_name(role, path)
     with reading(role, path, "its weights"):
-        names = _names_apart(name, config, trust_remote_code, download)
+        key = name, trust_remote_code, _stamps_of(name.base) or download
+        if key not in _known:  # a job asks of each model several times
+            _known[key] = _names_apart(name, config, trust_remote_code, download)
+        names = _known[key]
     if names:
         _say_once(f"--{role} {path}: its config.json says tie_word_embeddings, but in its files "
                   f"{', '.join(names)} has other values than the embedding; both are kept, "
@@ -108,6 +111,20 @@ def check_code(role, path, model):
 
 def _levels(config):
     return config, config.get_text_config()
+
+
+_known = {}  # {where files are and what they are like: names of weights}
+
+
+def _stamps_of(base):
+    """Return (name, bytes, time of the last change) of each file of a directory; () of a hub id."""
+    folder = os.path.expanduser(base)
+    stamps = []
+    for file in os.scandir(folder) if os.path.isdir(folder) else []:
+        if file.is_file():
+            about = file.stat()
+            stamps.append((file.name, about.st_size, about.st_mtime_ns))
+    return tuple(sorted(stamps))
 
 
 def _names_apart(name, config, trust_remote_code, download):

@@ -239,8 +239,8 @@ class LossSpec:
             teacher's probabilities, so that estimates of these without bias will do. "": it never
             is.
         live_copies: how often the logits of a sub-tile are in a GPU's memory at the peak of the
-            loss and the cross-entropy, in float32, at temperature 1 with all columns; what
-            `benchmarks/dry_gpu.py` counts, and a tenth more.
+            loss and the cross-entropy, in float32, at temperature 1 with all columns, and a tenth
+            more (docs/losses.md, "On a GPU", names what counted them).
     """
 
     build: Callable
