@@ -2,7 +2,7 @@
 
 import json
 import re
-from dataclasses import fields
+from dataclasses import fields, replace
 from types import SimpleNamespace
 
 import pytest
@@ -97,6 +97,16 @@ def test_each_teacher_has_flags_and_routes_of_its_own():
     cfg = several({"model": "A", "routes": ["x"]}, {"model": "B"}, route_key="domain")
     assert routes_by_teacher(cfg) == {"A": ["x"], "B": None}
     assert routes_by_teacher(Config(**GOOD)) == {}
+
+
+def test_configs_of_teachers_are_made_once_and_hear_what_the_start_of_a_run_says():
+    cfg = several({"model": "a/A"}, {"model": "b/B"})
+    configs = configs_by_teacher(cfg)
+    cfg.settle("chat_date", "2026-05-01")
+    assert configs_by_teacher(cfg) is configs
+    assert {each.chat_date for each in (cfg, *configs.values())} == {"2026-05-01"}
+    other = replace(cfg, kd_weight=2.0)
+    assert [each.kd_weight for each in configs_by_teacher(other).values()] == [2.0, 2.0]
 
 
 WRONG = {
