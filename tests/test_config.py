@@ -2,7 +2,7 @@
 
 import json
 import re
-from dataclasses import fields
+from dataclasses import fields, replace
 from types import SimpleNamespace
 
 import pytest
@@ -155,6 +155,16 @@ def test_the_page_of_losses_has_every_option():
         for option in spec.options:
             of_losses.setdefault(option, set()).add(name)
     assert {option: set(re.findall(r"\w+", losses)) for option, losses in rows.items()} == of_losses
+
+
+def test_configs_of_teachers_are_made_once_and_hear_what_the_start_of_a_run_says():
+    cfg = several({"model": "a/A"}, {"model": "b/B"})
+    configs = configs_by_teacher(cfg)
+    cfg.settle("chat_date", "2026-05-01")
+    assert configs_by_teacher(cfg) is configs
+    assert {each.chat_date for each in (cfg, *configs.values())} == {"2026-05-01"}
+    other = replace(cfg, kd_weight=2.0)
+    assert [each.kd_weight for each in configs_by_teacher(other).values()] == [2.0, 2.0]
 
 
 WRONG = {
