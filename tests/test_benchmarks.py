@@ -20,6 +20,7 @@ import torch
 from benchmarks import gpu, gpu_day, gpu_job, gpu_pack, step
 from conftest import ROOT
 from isogloss.models.compiler import missing_compiler
+from jobs import launch_forked
 
 # what gpu_day.py runs and losses of square.py are no scripts
 SCRIPTS = sorted({path.name for path in (ROOT / "benchmarks").glob("*.py")}
@@ -397,6 +398,9 @@ def test_what_a_transferred_model_wins_back_is_a_table(models, tokenizers, tmp_p
                          arms="1,2,3", steps=2, jobs=1, shows=False)
     monkeypatch.setattr(transfer, "ProcessPoolExecutor", lambda *_, **__: ThreadPoolExecutor(1))
     monkeypatch.setattr(transfer, "WRITTEN", 20)
+    launches = iter([transfer.demo.launch])  # of the first arm; the others are forked
+    monkeypatch.setattr(transfer.demo, "launch",
+                        lambda *words: next(launches, launch_forked)(*words))
     for _ in range(2):  # the second time nothing is left to do
         transfer.main(args)
         printed = capsys.readouterr().out

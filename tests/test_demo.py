@@ -12,11 +12,10 @@ import threading
 import pytest
 import sentencepiece
 
-import ranks
 from conftest import ROOT
 from isogloss import demo, demo_report
 from isogloss.demo_report import EQUAL_TOKENIZERS, NO_TEACHER, Run
-from jobs import run_distill
+from jobs import launch_forked
 
 
 def test_the_split_is_fixed_and_no_story_is_in_both_halves(tmp_path):
@@ -146,10 +145,9 @@ def shorten(monkeypatch, folder):
     """Give the demo sizes too small to learn, and ranks of this process; return its arms."""
     lock = threading.Lock()  # the real launcher starts processes, which run side by side
 
-    def launch(world, flags, log, threads):
+    def launch(*arguments):
         with lock:
-            log.write_text("")
-            return max(codes[0] for codes in ranks.run(world, run_distill, [flags]))
+            return launch_forked(*arguments)
 
     def one_by_one(function, calls):
         for arguments in calls:
