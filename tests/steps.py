@@ -175,6 +175,8 @@ def set_loss(state, inputs, loss):
     if loss == AS_FLAGS_SAY.loss:
         return
     changes = {"kd_weight": state.cfg.kd_weight} | flags_of(loss)
+    if loss == state.cfg.loss:
+        changes["loss_options"] = state.cfg.loss_options
     for setup in state.teachers:
         setup.cfg = dataclasses.replace(setup.cfg, **changes)
         setup.loss = build_loss(setup.cfg, inputs.student, setup.encoder, state.device,

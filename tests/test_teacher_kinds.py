@@ -62,10 +62,10 @@ def test_same_loss_and_gradient_of_every_kind_in_every_layout(models, texts, cac
     padded, masked = servers
     flags = steps.flags_for(models, texts, tmp_path)
     # which columns a step keeps depends on the scale of logits
-    wide = {"loss_options": {"projection_topk": 600}}
+    wide = {"loss": "projection_kl", "loss_options": {"projection_topk": 600}}
     samples = steps.uneven_samples(texts)
     expected = steps.references_of(flags, [case.loss for case in CASES], samples)
-    [of_all_columns] = steps.references([flags | steps.flags_of("projection_kl") | wide], samples)
+    [of_all_columns] = steps.references([flags | wide], samples)
     live = {"teacher_output": "topk", "teacher_output_topk": 20}
     kinds = {kind: cached(folder) for kind, folder in caches.items()} | {
         "server": wide | served(padded.url, models[1], 600),
