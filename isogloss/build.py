@@ -173,8 +173,13 @@ def build_state(cfg, inputs, device, roles=None):
     if not roles:
         for setup in inputs.teachers:
             setup.source = load_source(setup.spec, student)
-    return TrainState(cfg, student, inputs.teachers, vocab, device, sequence_group=sequence_group,
-                      tasks=inputs.tasks)
+    state = TrainState(cfg, student, inputs.teachers, vocab, device, sequence_group=sequence_group,
+                       tasks=inputs.tasks)
+    if cfg.dump_losses:
+        from isogloss.objective.loss_dump import LossDump
+
+        state.loss_dump = LossDump(cfg.dump_losses, [setup.name for setup in state.teachers])
+    return state
 
 
 def serve_teachers(cfg, roles, device):

@@ -108,8 +108,7 @@ DOORS: dict[str, Door] = {
     "cells": Door("the first run of two tokenizers", "The tables of their translation.",
                   ("projection_tools.cells",)),
     "loss_dump": Door("--dump_losses", "The loss of each chunk, in files.",
-                      ("objective.loss_dump",), lambda cfg: cfg.dump_losses,
-                      prepares="objective.loss_dump"),
+                      ("objective.loss_dump",)),
     # the teachers
     "own": Door("--teacher self with --teacher_ema", "A teacher that follows the student.",
                 ("teachers.own",)),

@@ -74,9 +74,3 @@ def of_teacher(batch, position_N, loss_N):
     return {"teacher_ids": batch.ids, "student_chunk": student_chunk,
             "teacher_chunk": batch.teacher_chunk, "loss": loss_C,
             "chunk": torch.stack([row_C, student_chunk.flatten()[chunks.first_S]], 1)}
-
-
-def prepare(state, inputs, stack):
-    """Let a run write the loss of each chunk."""
-    names = [setup.name for setup in state.teachers]
-    state.loss_dump = LossDump(state.cfg.dump_losses, names)
