@@ -306,6 +306,7 @@ def train(folder, args, paths, arm, seed, steps):
 def _trained(run, args, paths, arm, seed, steps):
     if not (run / "student" / "config.json").exists():
         _distill(run, args, paths, arm, seed, steps)
+        shutil.rmtree(run / "checkpoints")  # gigabytes that nothing reads again
     seconds = demo_report.read_run(arm, seed, run / "metrics.jsonl").seconds_per_step
     results = judge(run / "student", *read(paths.folder, "texts", "as_it_was"))
     if seed:
