@@ -11,7 +11,6 @@ from typing import ClassVar
 
 from isogloss.data.mixture import SourceOptions, sources_of
 from isogloss.flags.json_text import parse_json
-from isogloss.flags.other_names import FOREIGN, MOVED
 from isogloss.flags.parse import (
     DATE,
     Options,
@@ -456,7 +455,7 @@ class Config(ModelFlags, DataFlags, LossFlags, OnPolicyFlags,
     ds_configs/README.md.
     """
 
-    FOREIGN: ClassVar[dict] = FOREIGN  # see `parse_flags`
+    has_foreign: ClassVar[bool] = True  # see `parse_flags`
     given: ClassVar[frozenset] = frozenset()  # flags of the command line; `parse_flags` sets it
     source_options: ClassVar[SourceOptions] = SourceOptions()  # `of_source` sets it
     max_logp_gap: ClassVar[float] = 0.1  # nats, see docs/on_policy.md.  Not tuned.
@@ -604,6 +603,8 @@ class Config(ModelFlags, DataFlags, LossFlags, OnPolicyFlags,
             raise ValueError("--loss_options: learn_projection with --kd_weight 0: nothing would "
                              "train it; leave it out")
         if self.token_weights == "column" and not self.has_weights:
+            from isogloss.flags.other_names import MOVED
+
             raise ValueError("--token_weights column: of which column? name it as weight_key of an "
                              f"entry of data: {MOVED['weight_key'][1]}")
 

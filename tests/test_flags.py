@@ -15,6 +15,7 @@ from isogloss.config import FIRST_COMMAND, Config, configs_by_teacher
 from isogloss.flags import parse as flags
 from isogloss.flags.help import help_text
 from isogloss.flags.other_names import LEFT
+from isogloss.flags.other_names import FOREIGN
 from isogloss.flags.parse import PATH_FLAGS, check_types, expanded, parse_flags
 from isogloss.projection_tools import (
     build,
@@ -310,8 +311,8 @@ def test_help_and_wrong_flags_do_not_wait_for_torch():
 
 def test_the_answers_to_words_of_other_trainers_exist():
     ours = {entry.name for entry in fields(Config)}
-    assert not ours & set(Config.FOREIGN)
-    for word, answer in Config.FOREIGN.items():
+    assert not ours & set(FOREIGN)
+    for word, answer in FOREIGN.items():
         if word in LEFT:
             continue
         names = set(re.findall(r"--(\w+)", answer))

@@ -5,6 +5,7 @@ Tests: tests/test_flags.py.
 
 import difflib
 
+from isogloss.flags.other_names import FOREIGN
 from isogloss.flags.parse import fields_by_name
 
 
@@ -25,7 +26,7 @@ def refuse_unknown(kind, flag, name, aliases):
         flag: as it was written; name: of the field that it would be.
         aliases: {other name of a flag: field name}.
     """
-    answer = getattr(kind, "FOREIGN", {}).get(name)
+    answer = FOREIGN.get(name) if getattr(kind, "has_foreign", False) else None
     if answer:
         raise ValueError(f"unknown flag {flag}; it is {answer}")
     near = _nearest(name, fields_by_name(kind), aliases)
