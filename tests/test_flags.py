@@ -14,8 +14,7 @@ from isogloss import command, distill
 from isogloss.config import FIRST_COMMAND, Config, configs_by_teacher
 from isogloss.flags import parse as flags
 from isogloss.flags.help import help_text
-from isogloss.flags.other_names import LEFT
-from isogloss.flags.other_names import FOREIGN
+from isogloss.flags.other_names import FOREIGN, LEFT
 from isogloss.flags.parse import PATH_FLAGS, check_types, expanded, parse_flags
 from isogloss.projection_tools import (
     build,
