@@ -259,7 +259,8 @@ def colored_text(folder, cfg, args):
     device = args.device
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
-    flags = {name: getattr(its, name) for name in FLAGS - {"kd_weight", "ce_weight"}}
+    flags = {name: getattr(its, name) for name in FLAGS - {"kd_weight", "ce_weight", "drop_images"}}
+    flags["drop_images"] = cfg.source_options.drop_images
     (tokenizer, model), (teacher_tokenizer, teacher) = [
         load(role, path, args.trust_remote_code)
         for role, path in (("student", student), ("teacher", its.teacher))]
