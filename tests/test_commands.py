@@ -135,7 +135,8 @@ def words_of(command, address="http://host:8000"):
     if command.page in FRESH and words[0] == "python":
         words[0] = sys.executable
     if has_tasks(command):
-        words.append('--eval_task_options={"limit": 1}' if "distill.py" in words else "--limit=1")
+        limited = '--eval_task_options={"limit": 1, "data": "eval"}'  # as the page has it
+        words.append(limited if "distill.py" in words else "--limit=1")
     if "distill.py" in words:
         words += short_flags(words, FIRST_STEPS if command == FIRST else 2)
     return words
