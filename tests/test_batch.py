@@ -4,7 +4,6 @@ import copy
 import itertools
 import math
 from dataclasses import replace
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,7 +14,7 @@ from isogloss.data.sample import TextEncoder
 from isogloss.job.counts import Counts, PairCounts
 from isogloss.job.sequence_group import document_spans
 from isogloss.losses import find_chunks
-from isogloss.objective.objective import weigh_samples
+from isogloss.objective.objective import Part, weigh_samples
 from isogloss.targets import sample_scores, weigh_by_confidence
 from isogloss.tiles import StoredLogits
 from isogloss.translation import translated
@@ -166,16 +165,16 @@ def test_a_sample_is_weighed_among_the_teachers_that_read_it(encoders, texts, ki
     examples = [Example(text, route) for text, route in zip(texts, routes)]
     batch = routed_batch(encoders, [*examples, Example(texts[3]), None], ["a"], ["b"])
     generator = torch.Generator().manual_seed(0)
-    targets = []
+    parts = []
     for teacher in batch.teachers:
         logits = torch.randn(teacher.labels.numel(), len(encoders[1].table), generator=generator)
         scores = sample_scores(StoredLogits(logits), teacher)
         assert (scores > -torch.inf).nonzero().flatten().tolist() == samples_of(teacher)
-        targets.append(SimpleNamespace(confidence=scores))
-    cfg = SimpleNamespace(teacher_weights=kind)
-    twice = [weigh_samples(teacher, torch.full((5,), 3.0)) for teacher in batch.teachers]
+        twice = weigh_samples(teacher, torch.full((5,), 3.0))
+        parts.append(Part(batch=twice, confidence=scores))
+    weigh_by_confidence(parts, select=kind == "select")
     weights = []  # of each teacher, by sample
-    for teacher in weigh_by_confidence(cfg, twice, targets):
+    for teacher in [part.batch for part in parts]:
         of_sample = {}
         for tile in teacher.tiles:
             sample = teacher.sample_of_student[tile.student_positions]
