@@ -127,16 +127,14 @@ class RootTarget(NamedTuple):
 
 
 def root_target(
-    q_NW: Tensor, nodes: Nodes, goes: GoingOn, tables: Tables, columns_W: losses.Columns
+    y_MW: Tensor, nodes: Nodes, goes: GoingOn, tables: Tables, columns_W: losses.Columns
 ) -> RootTarget:
     """Return the teacher's belief at all roots; `goes` is what `going_on` says.
 
     It is (1 - lambda) q + lambda T, of which what cannot come is left out, normalized in the end:
     that its token goes on is the likelier, the more of q cannot come.
-
-    Args:
-        q_NW: the teacher's probabilities in the rows of the roots; what cannot come becomes 0.
     """
+    q_NW = y_MW[nodes.roots.row_T].softmax(-1)
     mask_joined(q_NW, nodes, tables)
     cell_NC = ended_cells(q_NW, goes.ends_K[: len(q_NW)], columns_W)
     add_going(cell_NC, nodes, goes, tables)
@@ -423,8 +421,7 @@ def translated(
     compare = partial(divergence, reduction="none", **parameters)
     goes = going_on(y_MW, nodes.continuations, tables)
     cells = cells or CellColumns.of(tables)
-    q_NW = y_MW[nodes.roots.row_T].softmax(-1)
-    target = root_target(q_NW, nodes, goes, tables, cells.columns_W)
+    target = root_target(y_MW, nodes, goes, tables, cells.columns_W)
     x_root, answers = _read(x_NV, y_MW, nodes)
     value_N = of_roots(x_root, target.cell_NC, cells.columns_V, compare, temperature, has_rest)
     choice_K, inside_K, rest_M = compare_others(

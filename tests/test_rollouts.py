@@ -168,8 +168,7 @@ def root_targets(batch, tables):
     columns_W = CellColumns.of(tables).columns_W
     for positions, sub_tile, y_MW in sub_tiles_of(teacher, logits_TW):
         goes = going_on(y_MW, sub_tile.terms.continuations, tables)
-        q_NW = y_MW[sub_tile.terms.roots.row_T].softmax(-1)
-        cell_NC = root_target(q_NW, sub_tile.terms, goes, tables, columns_W).cell_NC
+        cell_NC = root_target(y_MW, sub_tile.terms, goes, tables, columns_W).cell_NC
         row_S = positions[sub_tile.terms.roots.row_S]
         sample = teacher.sample_of_student[row_S]
         first = torch.searchsorted(teacher.sample_of_student, sample)
