@@ -22,7 +22,7 @@ transfer: .venv/installed
 test: .venv/installed-dev
 	$(PYTEST) --durations=20 tests
 
-# under two minutes on two idle cores
+# eight minutes on two idle cores
 test-fast: .venv/installed-dev
 	$(PYTEST) -m "not slow" tests
 
