@@ -159,7 +159,7 @@ def test_what_a_compiler_makes_of_it_is_the_same(monkeypatch):
             check_both(loss, sub_tile, x, y, ce_weight, 1e-6)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("name", fused.DERIVED)
 def test_lower_precision_is_as_near_to_float64_as_the_plain_formula(name, dtype, monkeypatch):
     for pair in PAIRS:

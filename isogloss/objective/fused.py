@@ -299,8 +299,9 @@ class SmallNodes:
         """Copy what is read of the logits (n, V), over which the gradient will be written."""
         reads = nodes.reads
         x_E = at_least_float32(x_nV[reads.row_R[reads.number_E], reads.token_E])
-        rows = at_least(x_nV.index_select(0, reads.row_R[len(nodes.roots.row_S) :]), 10 * FLOOR)
-        rows.index_put_((reads.number_X, reads.token_X), rows.new_full((), 10 * FLOOR))
+        floor = max(10 * FLOOR, torch.finfo(x_nV.dtype).min)  # float16 ends before
+        rows = at_least(x_nV.index_select(0, reads.row_R[len(nodes.roots.row_S) :]), floor)
+        rows.index_put_((reads.number_X, reads.token_X), rows.new_full((), floor))
         rest_L = at_least_float32(rows).logsumexp(-1)
         answers = Answers(
             at_least(x_E, 10 * FLOOR).requires_grad_(), rest_L.requires_grad_(), total_m)
