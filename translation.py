@@ -148,11 +148,18 @@ def ended_cells(q_NW: Tensor, ends_N: Tensor, columns_W: losses.Columns) -> Tens
 
 def add_going(cell_NC: Tensor, nodes: Nodes, goes: GoingOn, tables: Tables) -> None:
     """Add to the cells, in place, what the token before says where it goes on."""
+    place, mass_E = going_places(nodes, goes, tables)
+    cell_NC.index_put_(place, mass_E, accumulate=True)
+
+
+def going_places(
+    nodes: Nodes, goes: GoingOn, tables: Tables
+) -> tuple[tuple[Tensor, Tensor], Tensor]:
+    """Return ((root, cell) of the tokens that the token before each root may be, their masses)."""
     num = nodes.continuations.num_before
     cell_E = tables.cell_V[goes.next_E[:num]]  # of one that ends that of any, with mass 0
     has_cell_E = cell_E < tables.num_cells
-    place = goes.node_E[:num], cell_E * has_cell_E
-    cell_NC.index_put_(place, goes.mass_E[:num] * has_cell_E, accumulate=True)
+    return (goes.node_E[:num], cell_E * has_cell_E), goes.mass_E[:num] * has_cell_E
 
 
 def normalized(cell_NC: Tensor) -> Tensor:
@@ -172,12 +179,16 @@ def mask_joined(q_NW: Tensor, nodes: Nodes, tables: Tables) -> None:
     """Set to 0, in place, what the student's tokenizer would have joined to the token before."""
     next_N1 = nodes.roots.next_T[:, None]
     came_N1 = q_NW.gather(1, next_N1)
+    q_NW.view(-1).index_fill_(0, joined_places(nodes, tables), 0.0)
+    q_NW.scatter_(1, next_N1, came_N1)  # it did come, whatever the tables say
+
+
+def joined_places(nodes: Nodes, tables: Tables) -> Tensor:
+    """Return (E,) int64, where the tokens that cannot come stand in the flat (N * W) rows."""
     joins, join_J = nodes.roots.joins.list()
     tokens, place_E = Ranges.of(
         tables.join_low_J[join_J], tables.join_high_J[join_J], nodes.roots.num_joined).list()
-    number_E = joins.of_E[tokens.of_E] * len(tables.cell_W) + tables.order_W[place_E]
-    q_NW.view(-1).index_fill_(0, number_E, 0.0)
-    q_NW.scatter_(1, next_N1, came_N1)  # it did come, whatever the tables say
+    return joins.of_E[tokens.of_E] * len(tables.cell_W) + tables.order_W[place_E]
 
 
 def merge_rest(x_NC: Tensor, logq_NC: Tensor) -> tuple[Tensor, Tensor]:

@@ -75,7 +75,7 @@ def divergence_and_gradient(name, x, y, coefficient):
 
 
 def text_and_gradient(x, label_n, has_text):
-    """Return (cross-entropy (n,), is the label the likeliest (n,), gradient by x (n, V)).
+    """Return (cross-entropy, is the label the likeliest, gradient by x (n, V), logsumexp), (n,).
 
     Args:
         label_n: int64, -100 for none.
@@ -83,7 +83,7 @@ def text_and_gradient(x, label_n, has_text):
     """
     if not has_text:
         nothing = x.new_zeros(len(x))
-        return nothing, nothing, torch.zeros_like(x)
+        return nothing, nothing, torch.zeros_like(x), nothing
     is_labeled = label_n >= 0
     label = label_n.clamp(min=0)[:, None]
     logp = x.log_softmax(-1)
@@ -91,7 +91,8 @@ def text_and_gradient(x, label_n, has_text):
     is_label = torch.arange(x.shape[1], device=x.device) == label
     gradient = torch.where(is_labeled[:, None], logp.exp() - is_label.to(x.dtype), 0.0)
     correct = (x.argmax(-1) == label_n).to(x.dtype)
-    return torch.where(is_labeled, ce_n, 0.0), correct, gradient
+    total_n = x.gather(1, label)[:, 0] + ce_n
+    return torch.where(is_labeled, ce_n, 0.0), correct, gradient, total_n
 
 
 # --- one vocabulary -------------------------------------------------------------------------------
@@ -111,7 +112,7 @@ def write_positions(
     x = at_least_float32(x_nV)
     y = at_least_float32(y_mV.index_select(0, row_n))
     value_n, gradient = divergence_and_gradient(name, x / temperature, y / temperature, coefficient)
-    ce_n, correct_n, of_text = text_and_gradient(x, label_n, has_text)
+    ce_n, correct_n, of_text, _ = text_and_gradient(x, label_n, has_text)
     of_kd = (factors[1] * temperature * weight_n)[:, None] * gradient
     x_nV.copy_(factors[0] * of_text + of_kd)
     return WrittenSums(ce_n, temperature**2 * weight_n * value_n, correct_n)
@@ -155,188 +156,6 @@ def weights_of(sub_tile, student_nV):
     return torch.ones(len(student_nV), dtype=dtype, device=student_nV.device)
 
 
-# --- two vocabularies -----------------------------------------------------------------------------
-
-
-def teacher_masses(y_mW, row_N):
-    """Return (logsumexp of all rows (m,), probabilities (N, W) in those of the roots)."""
-    y = at_least_float32(y_mW)
-    total_m = y.logsumexp(-1)
-    return total_m, (y.index_select(0, row_N) - total_m.index_select(0, row_N)[:, None]).exp()
-
-
-def write_roots(
-    x_nV, cell_NC, factors, columns, *, label_n, row_N, root_n, weight_N, text_N, name,
-    coefficient, has_text
-):
-    """Write the gradient of the roots, and of the text, over x; return their WrittenSums.
-
-    Args:
-        x_nV: the student's logits.
-        cell_NC: the teacher's mass in each cell, not normalized, see `translation.root_target`.
-        row_N: int64, the student's row of each root; root_n: the root of each row, -1: none.
-        weight_N: of the roots.
-        text_N: of the cross-entropy of the next token within its cell; None: there is none.
-        factors: (2 or more,) of cross-entropy and translation in the gradient.
-        columns: `losses.Columns` of the student's cells.
-    """
-    x = at_least_float32(x_nV)
-    tiny = torch.finfo(x.dtype).tiny
-    inside = x.masked_fill(columns.none_X, -torch.inf)
-    top_n1 = inside.amax(-1, keepdim=True).clamp(min=torch.finfo(x.dtype).min)
-    mass_nV = (inside - top_n1 + SHIFT).exp()
-    mass_NC = columns.sum(mass_nV.index_select(0, row_N))
-    logits_NC = at_least(mass_NC, tiny).log()
-    value_N, of_cells = divergence_and_gradient(
-        name, logits_NC, translation.log_target(translation.normalized(cell_NC)), coefficient)
-    of_cells = weight_N[:, None] * of_cells
-    value_N = weight_N * value_N
-    if text_N is not None:
-        next_N = label_n.index_select(0, row_N)
-        cell_N = columns.of_X.index_select(0, next_N)
-        numbers = torch.arange(cell_NC.shape[1], device=x.device)
-        of_cells = of_cells + text_N[:, None] * (numbers == cell_N[:, None]).to(x.dtype)
-        in_cell_N = logits_NC.gather(1, cell_N[:, None])[:, 0] - SHIFT
-        logit_N = (x - top_n1).index_select(0, row_N).gather(1, next_N[:, None])[:, 0]
-        value_N = value_N + text_N * (in_cell_N - logit_N)
-    per_mass = torch.where(mass_NC > tiny, of_cells / mass_NC, 0.0)
-    per_token = per_mass.index_select(0, root_n.clamp(min=0)).index_select(1, columns.of_X)
-    is_inside = (root_n >= 0)[:, None] & ~columns.none_X
-    of_roots = torch.where(is_inside, mass_nV * per_token, 0.0)
-    ce_n, correct_n, of_text = text_and_gradient(x, label_n, has_text)
-    x_nV.copy_(factors[0] * of_text + factors[1] * of_roots)
-    return WrittenSums(ce_n, value_N, correct_n)
-
-
-def of_rests(x_LV, rest_L, slope_L):
-    """Return (L, V) the gradient of the logsumexp of each row, times its slope."""
-    gradient = slope_L[:, None] * (at_least_float32(x_LV) - rest_L[:, None]).exp()
-    return gradient.to(x_LV.dtype)
-
-
-@dataclass
-class TranslationGradient:
-    """Write the gradient of a divergence between any two tokenizers, see translation.py.
-
-    Attributes:
-        name, coefficient: see `losses.position_divergence`.
-        tables: `nodes.Tables`; cells: CellColumns of them.
-        has_text: see `translation.translated_sub_tile`.
-        compiler: see `compiler.loss_compiler`.
-    """
-
-    name: str
-    coefficient: float
-    tables: Tables
-    cells: CellColumns
-    has_text: bool
-    compiler: Callable
-    compare: Callable = field(init=False)
-
-    def __post_init__(self):
-        self.compare = partial(losses.position_divergence, self.name, reduction="none",
-                               coefficient=self.coefficient)
-
-    def __call__(self, student_nV, teacher_mW, sub_tile, factors, has_text):
-        """Write the gradient over the student's logits; return the WrittenSums."""
-        nodes = sub_tile.terms
-        roots = nodes.roots
-        columns_V, columns_W = self.cells
-        weight_n = weights_of(sub_tile, student_nV)
-        is_alone = not (self.has_text or sub_tile.on_policy)
-        # what the teacher says
-        goes = translation.going_on(teacher_mW, nodes.continuations, self.tables)
-        total_m, q_NW = self.compiler(teacher_masses)(teacher_mW, roots.row_T)
-        translation.mask_joined(q_NW, nodes, self.tables)
-        cell_NC = self.compiler(translation.ended_cells)(
-            q_NW, goes.ends_K[: len(q_NW)], columns_W)
-        translation.add_going(cell_NC, nodes, goes, self.tables)
-        target = RootTarget(cell_NC, *translation.likely_longer(q_NW, nodes, self.tables))
-        del q_NW
-        # the small nodes, whose gradients are by the few numbers that they read
-        small = SmallNodes.read(student_nV, nodes, total_m)
-        with torch.enable_grad():
-            parts = translation.compare_others(
-                small.answers, teacher_mW, nodes, target, goes, compare=self.compare,
-                temperature=1.0)
-            if is_alone:
-                parts = *parts[:2], translation.text_in_rests(small.answers, nodes.rests)
-            small_kd = small.weighted_sum(parts, weight_n)
-        # the roots and the text
-        weight_N = weight_n.index_select(0, roots.row_S)
-        text_N = None
-        if is_alone:
-            text_N = weight_N * (self.tables.cell_V[roots.next_S] < self.tables.num_cells)
-        root_n = torch.full_like(sub_tile.student_labels, -1)
-        root_n.index_copy_(0, roots.row_S, torch.arange(len(roots.row_S), device=root_n.device))
-        ce_n, value_N, correct_n = self.compiler(write_roots)(
-            student_nV, cell_NC, factors, columns_V, label_n=sub_tile.student_labels,
-            row_N=roots.row_S, root_n=root_n, weight_N=weight_N, text_N=text_N, name=self.name,
-            coefficient=self.coefficient, has_text=has_text)
-        small.add_gradient(student_nV, small_kd, factors[1], self.compiler(of_rests))
-        if is_alone:  # the other half of the cross-entropy within a cell
-            student_nV.index_put_((roots.row_S, roots.next_S),
-                                  (-factors[1] * text_N).to(student_nV), accumulate=True)
-        return WrittenSums(ce_n.sum(), value_N.sum() + small_kd.detach(), correct_n.sum())
-
-
-@dataclass
-class SmallNodes:
-    """Hold what the nodes that are no roots read of the student's logits.
-
-    Attributes:
-        nodes: `nodes.Nodes`.
-        answers: `translation.Answers`, to whose numbers of the student a gradient is asked.
-        x_LV: the rows of which a logsumexp is asked, without what it leaves out.
-    """
-
-    nodes: Nodes
-    answers: Answers
-    x_LV: torch.Tensor
-
-    @classmethod
-    def read(cls, x_nV, nodes, total_m):
-        """Copy what is read of the logits (n, V), over which the gradient will be written."""
-        reads = nodes.reads
-        x_E = at_least_float32(x_nV[reads.row_R[reads.number_E], reads.token_E])
-        floor = max(10 * FLOOR, torch.finfo(x_nV.dtype).min)  # float16 ends before
-        rows = at_least(x_nV.index_select(0, reads.row_R[len(nodes.roots.row_S) :]), floor)
-        rows.index_put_((reads.number_X, reads.token_X), rows.new_full((), floor))
-        rest_L = at_least_float32(rows).logsumexp(-1)
-        answers = Answers(
-            at_least(x_E, 10 * FLOOR).requires_grad_(), rest_L.requires_grad_(), total_m)
-        return cls(nodes, answers, rows)
-
-    def weighted_sum(self, parts, weight_n):
-        """Return the sum () of what `translation.compare_others` returns, weighted by rows (n,)."""
-        choice_K, inside_K, rest_M = parts
-        num_roots = len(self.nodes.roots.row_S)
-        weight_A = weight_n.index_select(0, self.nodes.row_A)
-        total = (weight_A[num_roots:] * torch.cat([inside_K, rest_M])).sum()
-        if len(choice_K):
-            of_roots = self.nodes.choices.roots.sum(choice_K)
-            total = total + (weight_A[:num_roots] * of_roots).sum()
-        return total
-
-    def add_gradient(self, d_nV, total, factor, of_rests):
-        """Add the gradient of factor * total to that of the logits; see `of_rests`."""
-        if not total.requires_grad:
-            return
-        x_E, rest_L, _ = self.answers
-        slope_E, slope_L = torch.autograd.grad(total, [x_E, rest_L], factor.to(total),
-                                               allow_unused=True, materialize_grads=True)
-        reads = self.nodes.reads
-        if len(slope_L):
-            rows_L = reads.row_R[len(self.nodes.roots.row_S) :]
-            # index_put has an order of additions on a GPU too, index_add has none
-            of_rows = of_rests(self.x_LV, rest_L.detach(), slope_L)
-            d_nV.index_put_((rows_L,), of_rows, accumulate=True)
-        if len(slope_E):
-            slope_E = slope_E.masked_fill(x_E <= 10 * FLOOR, 0.0)  # what a model excludes
-            place = reads.row_R[reads.number_E], reads.token_E
-            d_nV.index_put_(place, slope_E.to(d_nV), accumulate=True)
-
-
 # --- probabilities of the text --------------------------------------------------------------------
 
 
@@ -357,7 +176,7 @@ def write_tokens(x_nV, factors, *, label_n, slope_n, has_text):
         (cross-entropy (n,), is the label the likeliest (n,)).
     """
     x = at_least_float32(x_nV)
-    ce_n, correct_n, of_text = text_and_gradient(x, label_n, has_text=True)
+    ce_n, correct_n, of_text, _ = text_and_gradient(x, label_n, has_text=True)
     share_n = factors[0] * has_text - factors[1] * slope_n
     x_nV.copy_(share_n[:, None] * of_text)
     return has_text * ce_n, has_text * correct_n

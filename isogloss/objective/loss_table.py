@@ -188,10 +188,11 @@ def build_translated(pair, device, divergence, parameters, has_rest=False, compi
 
     gradient = None
     written = written_out(divergence, parameters, compiler, has_rest)
-    if written and parameters["temperature"] == 1:
-        from isogloss.objective.fused import TranslationGradient
+    if written:
+        from isogloss.objective.fused_nodes import Divergence, TranslationGradient
 
-        gradient = TranslationGradient(*written, of_rows, cells, has_text, compiler)
+        compared = Divergence(*written, parameters["temperature"])
+        gradient = TranslationGradient(compared, of_rows, cells, has_text, compiler)
     return DistillationLoss(loss_fn, gradient, tables, coverage=coverage,
                             coverage_names=("cell_coverage", "joined_mass"))
 
