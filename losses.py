@@ -268,18 +268,18 @@ class Columns(NamedTuple):
     @classmethod
     def of(cls, of_X: Tensor, num: int) -> "Columns":
         """Group columns by the number of their set; waits for a device that is not the CPU."""
-        set_E, order_E = of_X.cpu().sort(stable=True)
+        set_E, order_E = of_X.sort(stable=True)
         in_one = set_E < num
         set_E, order_E = set_E[in_one], order_E[in_one]
         is_first = torch.ones_like(set_E, dtype=torch.bool)
         is_first[1:] = set_E[1:] != set_E[:-1]
-        first_K = torch.full((num,), -1)
+        first_K = torch.full((num,), -1, device=of_X.device)
         first_K[set_E[is_first]] = order_E[is_first]
         many_L, sizes = torch.unique_consecutive(set_E[~is_first], return_counts=True)
         start_L = torch.cat([sizes.new_zeros(1), sizes.cumsum(0)])
         none_X = of_X >= num
-        rest = first_K.clamp(min=0), first_K < 0, many_L, order_E[~is_first], start_L
-        return cls(of_X.masked_fill(none_X, 0), none_X, *(x.to(of_X.device) for x in rest))
+        return cls(of_X.masked_fill(none_X, 0), none_X, first_K.clamp(min=0), first_K < 0, many_L,
+                   order_E[~is_first], start_L)
 
     def to(self, device: torch.device | str) -> "Columns":
         return Columns(*(field.to(device) for field in self))

@@ -193,7 +193,7 @@ def run_with_stand_ins():
 
 
 MOVED = ("DistillationLoss", "LearnedProjection", "PositionGradient", "TranslationGradient",
-         "AlmGradient")
+         "AlmGradient", "Divergence")
 
 
 def on_gpu(value, mode, known=None):

@@ -178,7 +178,7 @@ def build_loss(name, V, W, kept_K, tables, device, backend) -> loss_table.Distil
           mock.patch.object(projected, "_projection", lambda *_: projection)):
         loss = loss_table.LOSSES[name].build(cfg, pair, device)
     if name == "projection_kl":
-        loss.loss_fn = loss.for_columns(kept_K)
+        loss.loss_fn, loss.write_gradient = loss.for_columns(kept_K)
     return loss
 
 

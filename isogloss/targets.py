@@ -159,11 +159,11 @@ def teacher_parts(setup, batches, group=None):
         # The columns depend on all micro-batches and ranks, so that the loss does not depend on
         # how the step is cut.
         kept_K = kept_columns(setup, parts, group)
-        loss_fn = setup.loss.for_columns(kept_K)
+        loss_fn, write_gradient = setup.loss.for_columns(kept_K)
         for part in parts:
             part.teacher_logits = part.teacher_logits.columns(kept_K)
             part.loss_fn = loss_fn
-            part.write_gradient = None
+            part.write_gradient = write_gradient
     return parts
 
 

@@ -322,7 +322,7 @@ def plain_kd(setup, teacher, student_logits_BSV, teacher_logits_BTW, weight_B):
     if setup.keeps_columns:
         importance_W = teacher_importance(teacher_logits_BTW, teacher.teacher_chunk)
         kept_K = importance_W.topk(setup.num_columns).indices.sort().values
-        loss_fn = setup.loss.for_columns(kept_K)
+        loss_fn, _ = setup.loss.for_columns(kept_K)
         teacher_logits_NW = teacher_logits_NW[:, kept_K]
     student_logits_NV = student_logits_BSV.flatten(0, 1)[tile.student_positions]
     sample = tile.student_positions // student_logits_BSV.shape[1]

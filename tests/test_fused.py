@@ -10,7 +10,7 @@ from isogloss import losses
 from isogloss.config import Config
 from isogloss.models.compiler import loss_compiler, missing_compiler
 from isogloss.nodes import list_nodes
-from isogloss.objective import fused, loss_table
+from isogloss.objective import fused, loss_table, projected
 from isogloss.objective.objective import Part
 from isogloss.tile_plan import SubTile, Tile
 from isogloss.tiles import Head, HiddenLogits, tiled_losses
@@ -27,7 +27,8 @@ PAIRS = [*ALL_PAIRS[:2], *ALL_PAIRS[-2:], (Tokenizer(*COARSE.rank, **UNWRITTEN),
 
 @pytest.fixture(autouse=True)
 def written_without_a_compiler(monkeypatch):
-    monkeypatch.setattr(loss_table, "loss_compiler", lambda *_: lambda function: function)
+    for module in (loss_table, projected):
+        monkeypatch.setattr(module, "loss_compiler", lambda *_: lambda function: function)
 
 
 def build(monkeypatch, tables, loss, ce_weight, **flags):
@@ -35,6 +36,8 @@ def build(monkeypatch, tables, loss, ce_weight, **flags):
     monkeypatch.setattr(loss_table, "translation_fields", lambda pair: tables._asdict())
     cfg = Config(student="s", teacher="t", data="d", loss=loss, ce_weight=ce_weight, **flags)
     pair = SimpleNamespace(fingerprints=("one", "one" if tables is None else "another"))
+    if tables is not None:
+        pair.tables = range(len(tables.cell_V)), range(len(tables.cell_W))
     return loss_table.LOSSES[loss].build(cfg, pair, "cpu")
 
 
@@ -59,7 +62,7 @@ def results(loss, sub_tile, x, y, ce_weight, written):
     head = Head(torch.eye(x.shape[1], dtype=x.dtype))
     tile = Tile(torch.arange(len(x)), (sub_tile,), len(y))
     logits = HiddenLogits(y, Head(torch.eye(y.shape[1], dtype=y.dtype)))
-    part = Part(loss.loss_fn, loss.write_gradient if written else None, teacher_logits=logits,
+    part = Part(loss.loss_fn, loss.write_gradient if written else None, loss.is_observed, logits,
                 batch=SimpleNamespace(tiles=[tile]), ce_weight=ce_weight, weight=WEIGHTS[1],
                 student_hidden=hidden)
     value, [sums] = tiled_losses(head, [part])
@@ -77,15 +80,18 @@ def check_both(loss, sub_tile, x, y, ce_weight, tolerance):
 
 
 @pytest.mark.parametrize("name", fused.DERIVED)
+@pytest.mark.parametrize("temperature", [1.0, 2.5])
 @pytest.mark.parametrize("pair", PAIRS)
-def test_two_tokenizers(pair, name, monkeypatch):
+def test_two_tokenizers(pair, temperature, name, monkeypatch):
     """With text and without, of weighted rows, and of what the student wrote."""
     sub_tile, x, y, tables = of_toy(pair, 3, torch.float64)
-    for ce_weight, on_policy, is_weighted in itertools.product(
-            (WEIGHTS[0], 0.0), (False, True), (False, True)):
+    cases = itertools.product((WEIGHTS[0], 0.0), (False, True), (False, True))
+    if temperature != 1:
+        cases = (WEIGHTS[0], False, True), (0.0, False, False)
+    for ce_weight, on_policy, is_weighted in cases:
         weight = torch.rand(len(x), dtype=torch.float64) if is_weighted else None
         changed = sub_tile._replace(weight=weight, on_policy=on_policy)
-        loss = build(monkeypatch, tables, LOSS_OF[name], ce_weight)
+        loss = build(monkeypatch, tables, LOSS_OF[name], ce_weight, temperature=temperature)
         check_both(loss, changed, x, y, ce_weight, 1e-6)
 
 
@@ -126,18 +132,62 @@ def test_one_tokenizer(name, temperature, monkeypatch):
         check_both(loss, changed, x, y, ce_weight, 1e-6)
 
 
+def random_projection(V, W):
+    """Return indices and likelihoods (V, 3): tokens in common, tokens of several, and of none."""
+    generator = torch.Generator().manual_seed(V)
+    indices = torch.randint(W, (V, 3), generator=generator)
+    likelihoods = torch.rand(V, 3, generator=generator, dtype=torch.float64)
+    num_slots = torch.arange(V) % 4
+    likelihoods[torch.arange(3) >= num_slots[:, None]] = 0.0
+    indices[torch.arange(3) >= num_slots[:, None]] = -1
+    likelihoods /= likelihoods.sum(1, keepdim=True).clamp(min=1e-9)
+    return indices, likelihoods.sort(descending=True)[0]
+
+
+# flags of a run, beside --temperature
+OF_CHUNKS = {
+    "alm": {}, "uld": {}, "gold": {}, "h_kl": {},
+    "gold of few": {"uncommon_topk": 2}, "gold reversed": {"reverse": True},
+    "projection_kl": {}, "projection_kl reversed": {"reverse": True},
+}
+
+
+@pytest.mark.parametrize("name", OF_CHUNKS)
 @pytest.mark.parametrize("temperature", [1.0, 2.5])
-def test_probabilities_of_the_text(temperature, monkeypatch):
+def test_whole_chunks(name, temperature, monkeypatch):
+    """Chunks of one token and of several on either side; rows without a chunk."""
     for pair in PAIRS:
         sub_tile, x, y, tables = of_toy(pair, 3, torch.float64)
-        shape = [getattr(sub_tile, f"{side}_chunk") for side in ("student", "teacher")]
-        sub_tile = sub_tile._replace(terms=chunks_of_rows(*shape, pair))
+        sub_tile = of_whole_chunks(sub_tile, pair)
+        monkeypatch.setattr(projected, "_projection", lambda *_, sizes=(x.shape[1], y.shape[1]):
+                            random_projection(*sizes))
         for ce_weight, on_policy, is_weighted in itertools.product(
                 (WEIGHTS[0], 0.0), (False, True), (False, True)):
             weight = torch.rand(len(x), dtype=torch.float64) if is_weighted else None
             changed = sub_tile._replace(weight=weight, on_policy=on_policy)
-            loss = build(monkeypatch, tables, "alm", ce_weight, temperature=temperature)
+            loss = build(monkeypatch, tables, name.split()[0], ce_weight, temperature=temperature,
+                         loss_options=OF_CHUNKS[name])
             check_both(loss, changed, x, y, ce_weight, 1e-6)
+
+
+def test_some_columns_of_a_projection(monkeypatch):
+    """The teacher's rows have the kept columns alone."""
+    sub_tile, x, y, tables = of_toy(PAIRS[0], 3, torch.float64)
+    sub_tile = of_whole_chunks(sub_tile, PAIRS[0])
+    monkeypatch.setattr(projected, "_projection", lambda *_:
+                        random_projection(x.shape[1], y.shape[1]))
+    loss = build(monkeypatch, tables, "projection_kl", WEIGHTS[0])
+    kept_K = torch.arange(1, y.shape[1], 2)
+    loss.loss_fn, loss.write_gradient = loss.for_columns(kept_K)
+    check_both(loss, sub_tile, x, y[:, kept_K], WEIGHTS[0], 1e-6)
+
+
+def of_whole_chunks(sub_tile, pair):
+    """Return a sub-tile of whole chunks; every ninth is left out."""
+    chunk = sub_tile.student_chunk
+    sub_tile = sub_tile._replace(student_chunk=torch.where(chunk % 9 == 8, -1, chunk))
+    terms = chunks_of_rows(sub_tile.student_chunk, sub_tile.teacher_chunk, pair)
+    return sub_tile._replace(terms=terms)
 
 
 def chunks_of_rows(student_chunk, teacher_chunk, pair):
@@ -146,12 +196,29 @@ def chunks_of_rows(student_chunk, teacher_chunk, pair):
     return losses.find_chunks(student_chunk.view(num_texts, -1), teacher_chunk.view(num_texts, -1))
 
 
-@pytest.mark.slow
-def test_what_a_compiler_makes_of_it_is_the_same(monkeypatch):
+def compile_losses(monkeypatch):
     if missing := missing_compiler():
         pytest.skip(missing)
     loss_compiler.cache_clear()
-    monkeypatch.setattr(loss_table, "loss_compiler", lambda *_: loss_compiler("compiled", "cpu"))
+    for module in (loss_table, projected):
+        monkeypatch.setattr(module, "loss_compiler", lambda *_: loss_compiler("compiled", "cpu"))
+
+
+@pytest.mark.slow
+def test_what_a_compiler_makes_of_chunks_is_the_same(monkeypatch):
+    compile_losses(monkeypatch)
+    for seed, name in itertools.product((3, 4), ("uld", "gold", "projection_kl", "alm")):
+        sub_tile, x, y, tables = of_toy(PAIRS[-2], seed, torch.float64)
+        sub_tile = of_whole_chunks(sub_tile, PAIRS[-2])
+        monkeypatch.setattr(projected, "_projection", lambda *_, sizes=(x.shape[1], y.shape[1]):
+                            random_projection(*sizes))
+        loss = build(monkeypatch, tables, name, WEIGHTS[0])
+        check_both(loss, sub_tile, x, y, WEIGHTS[0], 1e-6)
+
+
+@pytest.mark.slow
+def test_what_a_compiler_makes_of_it_is_the_same(monkeypatch):
+    compile_losses(monkeypatch)
     for seed, name in ((3, "forward_kl"), (4, "forward_kl"), (3, "generalized_jsd")):
         sub_tile, x, y, tables = of_toy(PAIRS[-2], seed, torch.float64)
         for ce_weight in (WEIGHTS[0], 0.0):

@@ -90,7 +90,7 @@ def nemo_rl(data, case, x):
     if case["mode"] == "pkl":  # where we keep columns of a step, without the votes of padding
         num_kept = min(cfg.options_of_loss["projection_topk"], teacher.shape[-1])
         kept = teacher.amax((0, 1)).topk(num_kept).indices.sort().values
-        loss_fn = loss.for_columns(kept)
+        loss_fn, _ = loss.for_columns(kept)
         teacher = teacher[..., kept]
     terms = losses.find_chunks(*chunks)
     flat = [side.flatten() for side in (labels, torch.zeros_like(chunks[1]), *chunks)]

@@ -28,11 +28,12 @@ DERIVED = ("forward_kl", "reverse_kl", "generalized_jsd", "skew_forward_kl", "sk
 
 
 class WrittenSums(NamedTuple):
-    """Hold what a sub-tile adds to `counts.TermSums`, (n,) or () each, where the gradient is."""
+    """Hold what a sub-tile adds to `counts.TermSums`, () each; agreed: None where nothing counts."""
 
     ce: torch.Tensor
     kd: torch.Tensor
     correct: torch.Tensor
+    agreed: torch.Tensor | None = None
 
 
 # --- derivatives ----------------------------------------------------------------------------------
@@ -99,23 +100,27 @@ def text_and_gradient(x, label_n, has_text):
 
 
 def write_positions(
-    x_nV, y_mV, factors, *, label_n, row_n, weight_n, name, coefficient, temperature, has_text
+    x_nV, y_mV, factors, *, label_n, first_S, first_T, weight_n, name, coefficient, temperature,
+    has_text
 ):
-    """Write the gradient over x; return the WrittenSums of every row.
+    """Write the gradient over x; return the WrittenSums.
 
     Args:
         x_nV, y_mV: logits of any float type.
-        row_n: int64, the teacher's row with which each of the student's is compared.
-        weight_n: of these comparisons; 0: there is none.
+        first_S, first_T: (N,) int64, rows that are compared.
+        weight_n: of the comparison that each row is in.
         factors: (2 or more,) of cross-entropy and divergence in the gradient.
     """
+    row_n = torch.zeros_like(label_n).index_copy(0, first_S, first_T)
+    has_teacher_n = torch.zeros_like(weight_n).index_fill(0, first_S, 1.0)
+    weight_n = temperature**2 * weight_n * has_teacher_n
     x = at_least_float32(x_nV)
     y = at_least_float32(y_mV.index_select(0, row_n))
     value_n, gradient = divergence_and_gradient(name, x / temperature, y / temperature, coefficient)
     ce_n, correct_n, of_text, _ = text_and_gradient(x, label_n, has_text)
-    of_kd = (factors[1] * temperature * weight_n)[:, None] * gradient
+    of_kd = (factors[1] / temperature * weight_n)[:, None] * gradient
     x_nV.copy_(factors[0] * of_text + of_kd)
-    return WrittenSums(ce_n, temperature**2 * weight_n * value_n, correct_n)
+    return WrittenSums(ce_n.sum(), (weight_n * value_n).sum(), correct_n.sum())
 
 
 @dataclass
@@ -131,21 +136,16 @@ class PositionGradient:
     coefficient: float
     temperature: float
     compiler: Callable
+    live_copies = 3.3
 
     def __call__(self, student_nV, teacher_mV, sub_tile, factors, has_text):
         """Write the gradient over the student's logits; return the WrittenSums."""
         chunks = sub_tile.terms
-        row_n = torch.zeros_like(sub_tile.student_labels)
-        row_n.index_copy_(0, chunks.first_S, chunks.first_T)
-        weight_n = weights_of(sub_tile, student_nV)
-        weight_n = torch.zeros_like(weight_n).index_copy_(
-            0, chunks.first_S, weight_n.index_select(0, chunks.first_S))
-        write = self.compiler(write_positions)
-        sums = write(
-            student_nV, teacher_mV, factors, label_n=sub_tile.student_labels, row_n=row_n,
-            weight_n=weight_n, name=self.name, coefficient=self.coefficient,
-            temperature=self.temperature, has_text=has_text)
-        return WrittenSums(*[value_n.sum() for value_n in sums])
+        return self.compiler(write_positions)(
+            student_nV, teacher_mV, factors, label_n=sub_tile.student_labels,
+            first_S=chunks.first_S, first_T=chunks.first_T,
+            weight_n=weights_of(sub_tile, student_nV), name=self.name,
+            coefficient=self.coefficient, temperature=self.temperature, has_text=has_text)
 
 
 def weights_of(sub_tile, student_nV):
@@ -154,61 +154,3 @@ def weights_of(sub_tile, student_nV):
         return at_least_float32(sub_tile.weight.detach())
     dtype = torch.promote_types(student_nV.dtype, torch.float32)
     return torch.ones(len(student_nV), dtype=dtype, device=student_nV.device)
-
-
-# --- probabilities of the text --------------------------------------------------------------------
-
-
-def token_logp(x_nV, label_n):
-    """Return (n,) log-probabilities of the labels, at least float32; of -100 those of any token."""
-    x = at_least_float32(x_nV)
-    logit_n = x.gather(1, label_n.clamp(min=0)[:, None])[:, 0]
-    return logit_n - x.logsumexp(-1)
-
-
-def write_tokens(x_nV, factors, *, label_n, slope_n, has_text):
-    """Write the gradient of the cross-entropy, and of what is a function of `token_logp`, over x.
-
-    Args:
-        factors: (2 or more,) of cross-entropy and that function in the gradient.
-        slope_n: its derivative by the log-probability of each label.
-    Returns:
-        (cross-entropy (n,), is the label the likeliest (n,)).
-    """
-    x = at_least_float32(x_nV)
-    ce_n, correct_n, of_text, _ = text_and_gradient(x, label_n, has_text=True)
-    share_n = factors[0] * has_text - factors[1] * slope_n
-    x_nV.copy_(share_n[:, None] * of_text)
-    return has_text * ce_n, has_text * correct_n
-
-
-@dataclass
-class AlmGradient:
-    """Write the gradient of `losses.alm`, which depends on the probabilities of the text alone.
-
-    Attributes:
-        temperature: see there.
-        compiler: see `compiler.loss_compiler`.
-    """
-
-    temperature: float
-    compiler: Callable
-
-    def __call__(self, student_nV, teacher_mW, sub_tile, factors, has_text):
-        """Write the gradient over the student's logits; return the WrittenSums."""
-        chunks = sub_tile.terms
-        logp_of = self.compiler(token_logp)
-        logp_n = logp_of(student_nV, sub_tile.student_labels).requires_grad_()
-        logq_m = logp_of(teacher_mW, sub_tile.teacher_labels)
-        num_chunks = len(chunks.first_S)
-        with torch.enable_grad():
-            logp_C = losses.sum_of_tokens(logp_n[chunks.row_S], chunks.of_S, num_chunks)
-            logq_C = losses.sum_of_tokens(logq_m[chunks.row_T], chunks.of_T, num_chunks)
-            value_C = losses.alm_of_chunks(logp_C, logq_C, self.temperature)
-            weight_n = weights_of(sub_tile, student_nV)
-            kd = (weight_n.index_select(0, chunks.first_S) * value_C).sum()
-            [slope_n] = torch.autograd.grad(kd, logp_n)
-        ce_n, correct_n = self.compiler(write_tokens)(
-            student_nV, factors, label_n=sub_tile.student_labels, slope_n=slope_n,
-            has_text=has_text)
-        return WrittenSums(ce_n.sum(), kd.detach(), correct_n.sum())

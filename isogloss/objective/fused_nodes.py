@@ -97,10 +97,10 @@ def teacher_side(y_mW, nodes, tables, columns_W):
     total_m = y.logsumexp(-1)
     q_NW = (y.index_select(0, roots.row_T) - total_m.index_select(0, roots.row_T)[:, None]).exp()
     # a mask, which takes a quarter of the bytes that a copy of the probabilities would
-    joined_NW = torch.zeros_like(q_NW, dtype=torch.bool)
-    joined_NW.view(-1).index_fill_(0, translation.joined_places(nodes, tables), True)
-    joined_NW.scatter_(1, roots.next_T[:, None], False)
-    q_NW = q_NW.masked_fill(joined_NW, 0.0)
+    joined = torch.zeros(q_NW.numel(), dtype=torch.bool, device=q_NW.device)
+    joined = joined.index_fill(0, translation.joined_places(nodes, tables), True)
+    joined = joined.view(q_NW.shape).scatter(1, roots.next_T[:, None], False)
+    q_NW = q_NW.masked_fill(joined, 0.0)
     cell_NC = translation.ended_cells(q_NW, goes.ends_K[: len(q_NW)], columns_W)
     target = RootTarget(cell_NC, *translation.likely_longer(q_NW, nodes, tables))
     return Teacher(total_m, target, goes, translation.going_places(nodes, goes, tables))
@@ -295,16 +295,20 @@ def linked_weight(weight_N, roots, columns):
     return weight_N.masked_fill(columns.none_X.index_select(0, roots.next_S), 0.0)
 
 
-def write_insides(d_nV, factors, *, small, total_n, label_n, insides, has_text):
-    """Write the gradient by the tokens in insides, which the rest of their rows leaves out."""
-    row_X = insides.row_S[insides.cells.nodes.of_E]
+def of_inside_tokens(factors, *, small, row_X, total_n, label_n, insides, has_text):
+    """Return the gradient (X,) by the tokens in insides, which the rest of their rows leaves out.
+
+    Args:
+        row_X: their rows.
+        total_n: logsumexp of every row.
+    """
     d_X = factors[1] * small.slope_X
     if has_text:
         label_X = label_n[row_X]
         p_X = (small.inside_X - total_n[row_X]).exp()
         of_text = (p_X - (label_X == insides.token_G).to(p_X.dtype)).masked_fill(label_X < 0, 0.0)
         d_X = d_X + factors[0] * of_text
-    d_nV.index_put_((row_X, insides.token_G), d_X.to(d_nV.dtype))
+    return d_X
 
 
 @dataclass
@@ -323,6 +327,7 @@ class TranslationGradient:
     cells: CellColumns
     has_text: bool
     compiler: Callable
+    live_copies = 3.3
 
     def __call__(self, student_nV, teacher_mW, sub_tile, factors, has_text):
         """Write the gradient over the student's logits; return the WrittenSums."""
@@ -342,10 +347,13 @@ class TranslationGradient:
             student_nV, cell_NC, factors, columns_V, small=small, label_n=label_n,
             roots=nodes.roots, weight_n=weight_n, divergence=self.divergence, has_text=has_text,
             is_alone=is_alone)
-        if len(nodes.insides.token_G):
-            self.compiler(write_insides)(
-                student_nV, factors, small=small, total_n=total_n, label_n=label_n,
-                insides=nodes.insides, has_text=has_text)
+        insides = nodes.insides
+        if len(insides.token_G):
+            row_X = insides.row_S[insides.cells.nodes.of_E]
+            d_X = self.compiler(of_inside_tokens)(
+                factors, small=small, row_X=row_X, total_n=total_n, label_n=label_n,
+                insides=insides, has_text=has_text)
+            student_nV.index_put_((row_X, insides.token_G), d_X.to(student_nV.dtype))
         student_nV.index_put_(
             (small.row_Y, small.token_Y), (factors[1] * small.slope_Y).to(student_nV.dtype),
             accumulate=True)

@@ -21,8 +21,6 @@ from isogloss.tile_plan import GPU_SUB_TILES
 from isogloss.translation import CellColumns, cell_coverage, root_values, translated_sub_tile
 
 DEFAULT_COPIES = GPU_SUB_TILES.live_copies
-# Where the gradient is written out an evaluation has most of them: upcasts and masses, no graph.
-WRITTEN_COPIES = 3.3
 AUTO_WEIGHT = -1.0  # matched_weight: as large as the common part of the teacher's vocabulary
 # of options that only the job has
 OF_JOB = {
@@ -44,8 +42,8 @@ class DistillationLoss:
             cross-entropy and this loss, whether there is a text) -> `fused.WrittenSums`; writes the
             gradient of both over the student's logits.  None: autograd computes it.
         spelling: tables from which the data workers list the nodes of a translation, or None.
-        for_columns: sorted teacher columns (K,) -> the same loss_fn for teacher logits (m, K) of
-            these alone; None: it needs all columns.
+        for_columns: sorted teacher columns (K,) -> (loss_fn, write_gradient) for teacher logits
+            (m, K) of these alone; None: it needs all columns.
         coverage: (teacher logits, SubTile) -> {metric: (sum, count)}, what the loss covers, or
             None.
         coverage_names: the metrics of `coverage` that an evaluation logs.
@@ -96,12 +94,12 @@ def build_per_chunk(cfg, pair, device, has_rest=False, *, loss):
             **parameters)[0]
 
     gradient = None
-    if loss is losses.alm:
-        compiler = loss_compiler(cfg.loss_backend, torch.device(device).type)
-        if compiler is not plain:
-            from isogloss.objective.fused import AlmGradient
+    compiler = loss_compiler(cfg.loss_backend, torch.device(device).type)
+    if compiler is not plain:
+        from isogloss.objective import fused_chunks
 
-            gradient = AlmGradient(cfg.temperature, compiler)
+        written = {losses.alm: fused_chunks.AlmGradient, losses.uld: fused_chunks.UldGradient}
+        gradient = written[loss](cfg.temperature, compiler) if loss in written else None
     return DistillationLoss(loss_fn, gradient)
 
 
@@ -354,5 +352,6 @@ def build_loss(cfg, student, teacher, device, has_rest=False):
     loss = spec.build(cfg, pair, device, has_rest)
     if cfg.temperature == 1 and not has_rest:
         is_written = loss.write_gradient and not cfg.dump_losses
-        loss.live_copies = WRITTEN_COPIES if is_written else spec.live_copies
+        # where the gradient is written out an evaluation has most of them: there is no graph
+        loss.live_copies = loss.write_gradient.live_copies if is_written else spec.live_copies
     return loss

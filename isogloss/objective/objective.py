@@ -93,13 +93,16 @@ class Part:
         """
         if not (self.write_gradient and self.weight and len(teacher)):
             return None
-        if self.is_observed or self.position_losses is not None:
+        if self.position_losses is not None:
             return None
         has_text = self.ce_weight is not None and not sub_tile.on_policy
-        ce, kd, correct = self.write_gradient(student, teacher, sub_tile, factors, has_text)
+        ce, kd, correct, agreed = self.write_gradient(
+            student, teacher, sub_tile, factors, has_text)
         zero = torch.zeros_like(kd)
         ce = ce if self.ce_weight else zero
-        return torch.stack(TermSums(ce, kd, kd if sub_tile.on_policy else zero, correct, zero))
+        rollout_kd = kd if sub_tile.on_policy else zero
+        agreed = zero if agreed is None else agreed
+        return torch.stack(TermSums(ce, kd, rollout_kd, correct, agreed))
 
     def _loss_by_position(self, student, teacher, sub_tile, *observers):
         """Return the distillation loss, and keep what it has of each position."""

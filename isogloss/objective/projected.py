@@ -3,6 +3,7 @@
 import torch
 
 from isogloss import losses
+from isogloss.models.compiler import loss_compiler, plain
 from isogloss.objective.loss_table import AUTO_WEIGHT, DistillationLoss, batch_of_one
 from isogloss.projection_tools.build import cached_projection
 from isogloss.projection_tools.projection_files import as_tables, load_projection
@@ -82,9 +83,23 @@ def build_projection_kl(cfg, pair, device, has_rest=False):
 
         return loss_fn
 
+    compiler = loss_compiler(cfg.loss_backend, torch.device(device).type)
+    is_written = not (compiler is plain or learned or has_rest or
+                      options["chunk_average"] == "logp")
+
+    def both(listed):
+        """Return the loss of the columns, and what writes its gradient, or None."""
+        gradient = None
+        if is_written:
+            from isogloss.objective.fused_chunks import Projection, ProjectionGradient
+
+            gradient = ProjectionGradient(Projection.of(listed, len(indices)), cfg.temperature,
+                                          options["reverse"], compiler)
+        return compare(listed), gradient
+
     def for_columns(kept_K):
         # once per step, not once per sub-tile: it goes through all V * K entries
-        return compare(losses.projection_entries(indices, source, num_tokens, kept_K))
+        return both(losses.projection_entries(indices, source, num_tokens, kept_K))
 
     def coverage(teacher_logits, sub_tile):
         mass_T = losses.at_least_float32(teacher_logits[sub_tile.teacher_chunk >= 0]).softmax(-1)
@@ -92,7 +107,7 @@ def build_projection_kl(cfg, pair, device, has_rest=False):
         return {"unreachable_mass": (of_tokens[:, ~reachable_W].sum(), len(mass_T))}
 
     return DistillationLoss(
-        compare(losses.projection_entries(indices, source, num_tokens)), for_columns=for_columns,
+        *both(losses.projection_entries(indices, source, num_tokens)), for_columns=for_columns,
         coverage=coverage, coverage_names=("unreachable_mass",), indices_VK=indices,
         learned_projection=learned, is_observed=True)
 
@@ -119,7 +134,14 @@ def build_gold(cfg, pair, device, has_rest=False, *, relaxed=False):
             *common, temperature=cfg.temperature, weight_BS=ids.weight, chunks=sub_tile.terms,
             rest=rest, observe=observe, **options)[0]
 
-    return DistillationLoss(loss_fn, indices_VK=indices, is_observed=True)
+    gradient = None
+    compiler = loss_compiler(cfg.loss_backend, torch.device(device).type)
+    if compiler is not plain and options["chunk_average"] == "p" and len(rest[0]) and len(rest[1]):
+        from isogloss.objective.fused_chunks import GoldGradient, Vocabularies
+
+        gradient = GoldGradient(Vocabularies.of(common, rest), cfg.temperature,
+                                options["uncommon_topk"], options["reverse"], compiler)
+    return DistillationLoss(loss_fn, gradient, indices_VK=indices, is_observed=True)
 
 
 def build_hybrid_uld(cfg, pair, device, has_rest=False):
