@@ -58,7 +58,7 @@ from isogloss.config import configs_by_teacher
 from isogloss.data.batch import Collator, PairOptions
 from isogloss.inputs import automatic_mib, load_text_encoder, plan_teachers
 from isogloss.job.columns import put_together, take_apart
-from isogloss.objective import loss_table
+from isogloss.objective import loss_table, projected
 from isogloss.objective.loss_table import LOSSES
 from isogloss.objective.objective import LossTerms, Part
 from isogloss.student.engine import StudentWithLoss
@@ -90,7 +90,7 @@ CASES = {
 
 # {loss: (most launches in 4,096 positions, most MB a position)}
 BOUNDS = {"piece_kl": (600, 8.0), "forward_kl": (80, 3.0), "generalized_jsd": (80, 4.0),
-          "alm": (400, 4.0)}
+          "projection_kl": (400, 8.0), "gold": (400, 8.0), "uld": (400, 15.0), "alm": (400, 4.0)}
 
 # --- a GPU that is not there ----------------------------------------------------------------------
 
@@ -193,7 +193,7 @@ def run_with_stand_ins():
 
 
 MOVED = ("DistillationLoss", "LearnedProjection", "PositionGradient", "TranslationGradient",
-         "AlmGradient", "Divergence")
+         "AlmGradient", "UldGradient", "GoldGradient", "ProjectionGradient")
 
 
 def on_gpu(value, mode, known=None):
@@ -532,14 +532,13 @@ def bytes_line(name, positions=4096):
     The memory is that of a card of 80 GB by default.
     """
     traffic = Traffic()
-    budget = GPU_SUB_TILES._replace(live_copies=loss_table.WRITTEN_COPIES)
+    record = functools.partial(Recorded, traffic)
     sizes = benchmark.Sizes(positions, V=128_256, W=VOCAB, H=64, teacher_H=64, K=8192,
                             memory_mib=automatic_mib(80 << 30))
     with mock.patch.object(torch.cuda, "is_available", lambda: False), \
-            mock.patch.object(benchmark, "CPU_SUB_TILES", budget), \
-            mock.patch.object(loss_table, "loss_compiler",
-                              lambda *_: functools.partial(Recorded, traffic)):
-        run = benchmark.prepare(name, sizes, torch.bfloat16)
+            mock.patch.object(loss_table, "loss_compiler", lambda *_: record), \
+            mock.patch.object(projected, "loss_compiler", lambda *_: record):
+        run = benchmark.prepare(name, sizes, torch.bfloat16, is_for_gpu=True)
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     hidden, weight, teacher, tiles, loss = on_gpu(
         (run.hidden, run.weight, run.teacher_logits(run.tiles), run.tiles, run.built), mode)
@@ -682,7 +681,7 @@ def resources(path):
     return int(registers), sum(map(int, re.findall(r"(\d+) bytes spill", done.stderr)))
 
 
-def main(losses="", cases="", traffic="piece_kl,forward_kl,generalized_jsd,alm",
+def main(losses="", cases="", traffic=",".join(BOUNDS),
          copies="piece_kl,projection_kl,gold,uld,alm,forward_kl",
          compiled="piece_kl,forward_kl,reverse_kl,generalized_jsd"):
     """Run everything, or what is named, with commas."""

@@ -286,8 +286,8 @@ class LossRun:
         self.loss(x.requires_grad_(), y.requires_grad_(), sub_tile).backward()
 
 
-def prepare(name: str, sizes: Sizes, dtype: torch.dtype) -> LossRun:
-    """Draw the inputs of a loss and plan its tiles."""
+def prepare(name: str, sizes: Sizes, dtype: torch.dtype, is_for_gpu: bool = False) -> LossRun:
+    """Draw the inputs of a loss and plan its tiles; is_for_gpu: as for one, also without one."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     V = sizes.V
     W = V if name in DIVERGENCES else sizes.W
@@ -296,9 +296,9 @@ def prepare(name: str, sizes: Sizes, dtype: torch.dtype) -> LossRun:
     tables = random_tables(V, W) if name == "piece_kl" else None
     if tables:
         spell_long_chunks(text, V, tables)
-    both = (
+    both = [
         build_loss(name, V, W, kept_K, tables, device, backend)
-        for backend in ("plain", "plain" if missing_compiler() else "compiled"))
+        for backend in ("plain", "plain" if missing_compiler() else "compiled")]
 
     def tensor(*shape):
         # Variance 1 / H keeps the logits small, as if the models knew nothing yet.
@@ -310,8 +310,10 @@ def prepare(name: str, sizes: Sizes, dtype: torch.dtype) -> LossRun:
 
     def planned(memory_mib):
         budget = CPU_SUB_TILES
-        if device != "cpu":
-            budget = GPU_SUB_TILES._replace(live_copies=loss_table.LOSSES[name].live_copies)
+        if is_for_gpu or device != "cpu":
+            gradient = both[1].write_gradient
+            copies = gradient.live_copies if gradient else loss_table.LOSSES[name].live_copies
+            budget = GPU_SUB_TILES._replace(live_copies=copies)
         tiles = plan_tiles(*text, (V, W), memory_mib, sub_tiles=budget)
         return [to_device(with_terms(tile, tables), device) for tile in tiles]
 

@@ -2,9 +2,9 @@
 
 Each writes what it has of a chunk over the rows of its tokens, with the cross-entropy.
 
-Shapes: n, m student and teacher rows of a sub-tile; C chunks; V, W vocabularies; K columns of the
-teacher that are compared; U, Z others of the student and the teacher than the common tokens;
-E entries of a projection.
+Shapes: n, m student and teacher rows of a sub-tile; C chunks, L of them with several rows; V, W
+vocabularies; K columns of the teacher that are compared; U, Z tokens of the student and the teacher
+that are not common; E entries of a projection.
 
 Tests: tests/test_fused.py.
 """
@@ -221,20 +221,22 @@ def log_means(logp_of, chunks, side, num_more):
     more_C = count_C - 1
     of_E = torch.repeat_interleave(more_C, output_size=num_more)
     place_E = torch.arange(num_more, device=row.device) + of_E + 1
-    # the chunks with several rows, numbered, and where theirs begin
+    # the chunks with several rows, numbered: their first rows, and where the others begin
     is_many_C = more_C > 0
     number_C = is_many_C.cumsum(0) - 1
     num = min(num_more, len(first_C))
     slot_C = torch.where(is_many_C, number_C, num)
     begin_C = torch.where(is_many_C, more_C.cumsum(0) - more_C, num_more)
     start_L = torch.full_like(row[: num + 1], num_more).scatter(0, slot_C, begin_C)
+    first_L, count_L = [torch.ones_like(row[: num + 1]).scatter(0, slot_C, value_C)[:-1]
+                        for value_C in (first_C, count_C)]
     segments = losses.Segments(number_C[of_E], start_L)
-    logp_EX = logp_of(row[place_E])
-    top_LX = segments.reduce(logp_EX, "max")
-    more_LX = segments.reduce((logp_EX - top_LX[segments.of_E]).exp(), "sum").log() + top_LX
-    mean_CX = torch.logaddexp(logp_CX, more_LX.index_select(0, number_C.clamp(min=0)))
-    mean_CX = mean_CX - count_C.to(mean_CX.dtype).log()[:, None]
-    return torch.where(is_many_C[:, None], mean_CX, logp_CX)
+    logp_EX, logp_LX = logp_of(row[place_E]), logp_of(first_L)
+    top_LX = torch.maximum(segments.reduce(logp_EX, "max"), logp_LX)
+    more_LX = segments.reduce((logp_EX - top_LX[segments.of_E]).exp(), "sum")
+    mean_LX = ((logp_LX - top_LX).exp() + more_LX).log() + top_LX
+    mean_LX = mean_LX - count_L.to(mean_LX.dtype).log()[:, None]
+    return torch.where(is_many_C[:, None], mean_LX.index_select(0, number_C.clamp(min=0)), logp_CX)
 
 
 def softmax_rows(x_nX, temperature):
@@ -243,11 +245,6 @@ def softmax_rows(x_nX, temperature):
     total_n = x.logsumexp(-1)
     return lambda row_N: at_least(
         x.index_select(0, row_N) - total_n.index_select(0, row_N)[:, None], FLOOR)
-
-
-def agreeing(student_CK, teacher_CK):
-    """Return of how many chunks two models find the same most likely, () float32."""
-    return (student_CK.argmax(-1) == teacher_CK.argmax(-1)).sum(dtype=torch.float32)
 
 
 # --- common tokens and the others -----------------------------------------------------------------
@@ -259,14 +256,11 @@ class Vocabularies(NamedTuple):
     Attributes:
         common_V: (V,) the teacher's token that is the same, -1 for none.
         other_V: (V,) the number among others_U of a token without one, -1 of a common token.
-        common_S, common_T: (N,) the common tokens on either side.
         others_U, others_Z: all other tokens of the student and the teacher.
     """
 
     common_V: torch.Tensor
     other_V: torch.Tensor
-    common_S: torch.Tensor
-    common_T: torch.Tensor
     others_U: torch.Tensor
     others_Z: torch.Tensor
 
@@ -276,50 +270,48 @@ class Vocabularies(NamedTuple):
         V = len(common[0]) + len(others[0])
         none_V = torch.full((V,), -1, device=common[0].device)
         numbers = torch.arange(len(others[0]), device=none_V.device)
-        return cls(none_V.index_copy(0, *common), none_V.index_copy(0, others[0], numbers), *common,
-                   *others)
+        return cls(none_V.index_copy(0, *common), none_V.index_copy(0, others[0], numbers), *others)
 
 
-def other_masses(x_nV, y_mW, chunks, vocabularies, num_more, temperature):
-    """Return the probabilities (C, U), (C, Z) of the tokens that are not common."""
+def logp_of_others(x_nV, y_mW, chunks, vocabularies, num_more, temperature):
+    """Return the log-probabilities (C, U), (C, Z) of the tokens that are not common."""
     sides = (x_nV, "S", vocabularies.others_U), (y_mW, "T", vocabularies.others_Z)
-    masses = []
+    logs = []
     for (x, side, others), more in zip(sides, num_more):
         log_mean = log_means(softmax_rows(x, temperature), chunks, side, more)
-        masses.append(log_mean.index_select(1, others).exp())
-    return masses
+        logs.append(log_mean.index_select(1, others))
+    return logs
 
 
 def write_common(
-    x_nV, y_mW, factors, *, largest, chunks, vocabularies, num_more, weight_n, label_n, temperature,
-    reverse, has_text
+    x_nV, y_mW, factors, *, others, largest, chunks, vocabularies, num_more, weight_n, label_n,
+    temperature, reverse, has_text
 ):
     """Write the gradient of `losses.gold`, and of the text, over x; return the WrittenSums.
 
     Args:
-        largest: (probabilities (C, k) of the student's likeliest other tokens, their numbers among
-            these, those of the teacher's), in falling order.
+        others: see `logp_of_others`.
+        largest: (log-probabilities (C, k) of the student's likeliest other tokens, their numbers
+            among these, those of the teacher's), in falling order.
         num_more: (rows of the student, of the teacher) that are not the first of their chunk.
     """
     logp_of = softmax_rows(x_nV, temperature)
     logp_CV = log_means(logp_of, chunks, "S", num_more[0])
     logq_CW = log_means(softmax_rows(y_mW, temperature), chunks, "T", num_more[1])
     weight_C = weight_n.index_select(0, chunks.first_S)
-    p_Ck, number_Ck, q_Ck = largest
-    gap_Ck = p_Ck - q_Ck
-    sign_CU = torch.zeros_like(logp_CV[:, : len(vocabularies.others_U)])
-    sign_CU = sign_CU.scatter(1, number_Ck, gap_Ck.sign())
+    gap_Ck = largest[0].exp() - largest[2].exp()
+    sign_CU = torch.zeros_like(others[0]).scatter(1, largest[1], gap_Ck.sign())
     # the bucket of all others
-    logp, logq = [log.index_select(1, ids).logsumexp(-1) for log, ids in (
-        (logp_CV, vocabularies.others_U), (logq_CW, vocabularies.others_Z))]
-    bucket_C, bucket_q_C = at_least(logp, FLOOR), at_least(logq, FLOOR)
-    value_C, slope_C = kl_and_slope(bucket_C, bucket_q_C, reverse)
-    slope_C = slope_C.masked_fill(logp <= FLOOR, 0.0)
+    logp_C, logq_C = [log.logsumexp(-1) for log in others]
+    bucket_C = at_least(logp_C, FLOOR)
+    value_C, slope_C = kl_and_slope(bucket_C, at_least(logq_C, FLOOR), reverse)
+    slope_C = slope_C.masked_fill(logp_C <= FLOOR, 0.0)
     # the common tokens, at the place of the student's
     is_common = (vocabularies.common_V >= 0)[None]
     logq_CV = logq_CW.index_select(1, vocabularies.common_V.clamp(min=0))
     value_CV, slope_CV = kl_and_slope(logp_CV, logq_CV, reverse)
     value_C = value_C + torch.where(is_common, value_CV, 0.0).sum(-1) + gap_Ck.abs().sum(-1)
+    likely = [log.masked_fill(~is_common, -torch.inf).argmax(-1) for log in (logp_CV, logq_CV)]
     of_others = slope_C[:, None] * (logp_CV - bucket_C[:, None]).exp()
     number_V = vocabularies.other_V.clamp(min=0)
     of_others = of_others + logp_CV.exp() * sign_CU.index_select(1, number_V)
@@ -335,8 +327,7 @@ def write_common(
     d_nV = d_nV - logp_nV.exp() * d_nV.sum(-1, keepdim=True)
     scale_n = temperature * (weight_C / chunks.count_S)[chunk_n]
     d_nV = torch.where(has_chunk_n1, scale_n[:, None] * d_nV, 0.0)
-    agreed = agreeing(logp_CV.index_select(1, vocabularies.common_S),
-                      logq_CW.index_select(1, vocabularies.common_T))
+    agreed = (likely[0] == likely[1]).sum(dtype=torch.float32)
     ce_n, correct_n, of_text, _ = text_and_gradient(at_least_float32(x_nV), label_n, has_text)
     kd = temperature**2 * (weight_C * value_C).sum()
     x_nV.copy_(factors[0] * of_text + factors[1] * d_nV)
@@ -373,12 +364,12 @@ class GoldGradient:
         """Write the gradient over the student's logits; return the WrittenSums."""
         chunks = sub_tile.terms
         num_more = [len(row) - len(chunks.first_S) for row in (chunks.row_S, chunks.row_T)]
-        p_CU, q_CZ = self.compiler(other_masses)(
+        others = self.compiler(logp_of_others)(
             student_nV, teacher_mW, chunks, self.vocabularies, num_more, self.temperature)
-        num_compared = min(self.uncommon_topk, p_CU.shape[1], q_CZ.shape[1])
-        largest = *p_CU.topk(num_compared), q_CZ.topk(num_compared).values
+        num_compared = min(self.uncommon_topk, *[log.shape[1] for log in others])
+        largest = *others[0].topk(num_compared), others[1].topk(num_compared).values
         return self.compiler(write_common)(
-            student_nV, teacher_mW, factors, largest=largest, chunks=chunks,
+            student_nV, teacher_mW, factors, others=others, largest=largest, chunks=chunks,
             vocabularies=self.vocabularies, num_more=num_more,
             weight_n=weights_of(sub_tile, student_nV), label_n=sub_tile.student_labels,
             temperature=self.temperature, reverse=self.reverse, has_text=has_text)
@@ -442,8 +433,9 @@ def write_projected(
     d_nV = torch.where((number_n >= 0)[:, None], d_nV, 0.0)
     ce_n, correct_n, of_text, _ = text_and_gradient(at_least_float32(x_nV), label_n, has_text)
     kd = (weight_C * value_CK.sum(-1)).sum()
+    agreed = (logp_CK.argmax(-1) == logq_CK.argmax(-1)).sum(dtype=torch.float32)
     x_nV.copy_(factors[0] * of_text + factors[1] * d_nV)
-    return WrittenSums(ce_n.sum(), kd, correct_n.sum(), agreeing(logp_CK, logq_CK))
+    return WrittenSums(ce_n.sum(), kd, correct_n.sum(), agreed)
 
 
 @dataclass
