@@ -19,7 +19,7 @@ from typing import NamedTuple
 import torch
 
 from isogloss import losses, translation
-from isogloss.losses import FLOOR, SHIFT, at_least, at_least_float32
+from isogloss.losses import FLOOR, SHIFT, at_least_float32
 from isogloss.nodes import Nodes, Tables
 from isogloss.translation import Answers, CellColumns, RootTarget
 
@@ -56,7 +56,7 @@ def slope_of(name, logp, logq, coefficient):
     weight = c if name == "skew_reverse_kl" else 1 - c  # of p in the mixture
     mixture = q.lerp(p, weight)
     tiny = torch.finfo(p.dtype).tiny
-    logm = at_least(mixture, tiny).log()
+    logm = mixture.clamp(min=tiny).log()
     if name == "generalized_jsd":
         return weight * p * (logp - logm)
     share = torch.where(mixture > tiny, weight * p / mixture, 0.0)
@@ -68,8 +68,8 @@ def divergence_and_gradient(name, x, y, coefficient):
 
     What `losses.position_divergence` computes, and autograd of it.
     """
-    raw, logq = x.log_softmax(-1), at_least(y.log_softmax(-1), FLOOR)
-    logp = at_least(raw, FLOOR)
+    raw, logq = x.log_softmax(-1), y.log_softmax(-1).clamp(min=FLOOR)
+    logp = raw.clamp(min=FLOOR)
     value = losses.divergence_of(name, logp, logq, coefficient)
     slope = slope_of(name, logp, logq, coefficient).masked_fill(raw <= FLOOR, 0.0)
     return value, slope - raw.exp() * slope.sum(-1, keepdim=True)
@@ -111,16 +111,15 @@ def write_positions(
         weight_n: of the comparison that each row is in.
         factors: (2 or more,) of cross-entropy and divergence in the gradient.
     """
-    row_n = torch.zeros_like(label_n).index_copy(0, first_S, first_T)
-    has_teacher_n = torch.zeros_like(weight_n).index_fill(0, first_S, 1.0)
-    weight_n = temperature**2 * weight_n * has_teacher_n
+    row_n = torch.full_like(label_n, -1).index_copy(0, first_S, first_T)
+    weight_n = temperature**2 * weight_n.masked_fill(row_n < 0, 0.0)
     x = at_least_float32(x_nV)
-    y = at_least_float32(y_mV.index_select(0, row_n))
+    y = at_least_float32(y_mV.index_select(0, row_n.clamp(min=0)))
     value_n, gradient = divergence_and_gradient(name, x / temperature, y / temperature, coefficient)
     ce_n, correct_n, of_text, _ = text_and_gradient(x, label_n, has_text)
     of_kd = (factors[1] / temperature * weight_n)[:, None] * gradient
     x_nV.copy_(factors[0] * of_text + of_kd)
-    return WrittenSums(ce_n.sum(), (weight_n * value_n).sum(), correct_n.sum())
+    return WrittenSums(*torch.stack([ce_n, weight_n * value_n, correct_n]).sum(1))
 
 
 @dataclass

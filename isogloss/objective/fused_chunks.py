@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 
 from isogloss import losses
-from isogloss.losses import EPSILON, FLOOR, TINY_MASS, at_least, at_least_float32
+from isogloss.losses import EPSILON, FLOOR, TINY_MASS, at_least_float32
 from isogloss.objective.fused import WrittenSums, text_and_gradient, weights_of
 
 
@@ -103,7 +103,7 @@ def chunk_ends(x_nV, label_n, chunks, side, temperature):
     total_n = x.logsumexp(-1)
     logp_n = x.gather(1, label_n.clamp(min=0)[:, None])[:, 0] - total_n
     row_C = first_C + count_C - 1
-    before = at_least(logp_n[row], FLOOR).masked_fill(row == row_C[of], 0.0)
+    before = logp_n[row].clamp(min=FLOOR).masked_fill(row == row_C[of], 0.0)
     before_C = losses.row_sums(before, of, len(row_C)).exp()
     return row_C, total_n[row_C], before_C, logp_n
 
@@ -205,19 +205,32 @@ class UldGradient:
 # --- means over chunks ----------------------------------------------------------------------------
 
 
-def log_means(logp_of, chunks, side, num_more):
-    """Return the (C, X) logarithm of the mean of the probabilities of each chunk's rows.
+class RowLogs(NamedTuple):
+    """Hold what makes log-probabilities of the rows of one model, and of its chunks.
 
-    Most chunks have one row, which is selected; only the rows behind it are summed.
+    Attributes:
+        total_n: logsumexp of the rows.
+        mean_LX: logarithm of the mean of the probabilities, of the chunks with several rows.
+        number_C: the number of each chunk among these; -1: it has one row.
+    """
+
+    total_n: torch.Tensor
+    mean_LX: torch.Tensor
+    number_C: torch.Tensor
+
+
+def row_logs(x_nX, chunks, side, num_more, temperature):
+    """Return the RowLogs of logits; what is read of chunks with one row is not written again.
 
     Args:
-        logp_of: rows (N,) -> their log-probabilities (N, X), each at least FLOOR.
-        side: "S" or "T", whose rows these are; num_more: how many are not the first of a chunk.
+        side: "S" or "T", whose logits these are; num_more: how many rows are not the first of a
+            chunk.
     """
     first_C, count_C, row = [getattr(chunks, f"{name}_{side}") for name in ("first", "count", "row")]
-    logp_CX = logp_of(first_C)
+    x = at_least_float32(x_nX) / temperature
+    total_n = x.logsumexp(-1)
     if not num_more:
-        return logp_CX
+        return RowLogs(total_n, x[:0], torch.full_like(first_C, -1))
     more_C = count_C - 1
     of_E = torch.repeat_interleave(more_C, output_size=num_more)
     place_E = torch.arange(num_more, device=row.device) + of_E + 1
@@ -231,20 +244,32 @@ def log_means(logp_of, chunks, side, num_more):
     first_L, count_L = [torch.ones_like(row[: num + 1]).scatter(0, slot_C, value_C)[:-1]
                         for value_C in (first_C, count_C)]
     segments = losses.Segments(number_C[of_E], start_L)
-    logp_EX, logp_LX = logp_of(row[place_E]), logp_of(first_L)
+    logp_EX, logp_LX = [logp_of_rows(x, total_n, rows) for rows in (row[place_E], first_L)]
     top_LX = torch.maximum(segments.reduce(logp_EX, "max"), logp_LX)
     more_LX = segments.reduce((logp_EX - top_LX[segments.of_E]).exp(), "sum")
     mean_LX = ((logp_LX - top_LX).exp() + more_LX).log() + top_LX
     mean_LX = mean_LX - count_L.to(mean_LX.dtype).log()[:, None]
-    return torch.where(is_many_C[:, None], mean_LX.index_select(0, number_C.clamp(min=0)), logp_CX)
+    return RowLogs(total_n, mean_LX, number_C.masked_fill(~is_many_C, -1))
 
 
-def softmax_rows(x_nX, temperature):
-    """Return (rows -> their log-probabilities, each at least FLOOR)."""
-    x = at_least_float32(x_nX) / temperature
-    total_n = x.logsumexp(-1)
-    return lambda row_N: at_least(
-        x.index_select(0, row_N) - total_n.index_select(0, row_N)[:, None], FLOOR)
+def logp_of_rows(x_nX, total_n, row_N):
+    """Return the log-probabilities (N, X) of rows, each at least FLOOR."""
+    logp_NX = x_nX.index_select(0, row_N) - total_n.index_select(0, row_N)[:, None]
+    return logp_NX.clamp(min=FLOOR)
+
+
+def log_means(x_nX, logs, first_C):
+    """Return the (C, X) logarithm of the mean of the probabilities of each chunk's rows.
+
+    Args:
+        x_nX: logits by the temperature; logs: RowLogs of them.
+        first_C: the first row of each chunk.
+    """
+    logp_CX = logp_of_rows(x_nX, logs.total_n, first_C)
+    if not len(logs.mean_LX):
+        return logp_CX
+    mean_CX = logs.mean_LX.index_select(0, logs.number_C.clamp(min=0))
+    return torch.where(logs.number_C[:, None] >= 0, mean_CX, logp_CX)
 
 
 # --- common tokens and the others -----------------------------------------------------------------
@@ -273,38 +298,34 @@ class Vocabularies(NamedTuple):
         return cls(none_V.index_copy(0, *common), none_V.index_copy(0, others[0], numbers), *others)
 
 
-def logp_of_others(x_nV, y_mW, chunks, vocabularies, num_more, temperature):
-    """Return the log-probabilities (C, U), (C, Z) of the tokens that are not common."""
-    sides = (x_nV, "S", vocabularies.others_U), (y_mW, "T", vocabularies.others_Z)
-    logs = []
-    for (x, side, others), more in zip(sides, num_more):
-        log_mean = log_means(softmax_rows(x, temperature), chunks, side, more)
-        logs.append(log_mean.index_select(1, others))
-    return logs
+def logp_of_others(x_nX, logs, first_C, others, temperature):
+    """Return the log-probabilities (C, others) of the tokens of a model that are not common."""
+    x = at_least_float32(x_nX) / temperature
+    return log_means(x, logs, first_C).index_select(1, others)
 
 
 def write_common(
-    x_nV, y_mW, factors, *, others, largest, chunks, vocabularies, num_more, weight_n, label_n,
+    x_nV, y_mW, factors, *, logs, others, largest, chunks, vocabularies, weight_n, label_n,
     temperature, reverse, has_text
 ):
     """Write the gradient of `losses.gold`, and of the text, over x; return the WrittenSums.
 
     Args:
-        others: see `logp_of_others`.
+        logs: RowLogs of the student and of the teacher.
+        others: see `logp_of_others`, of both.
         largest: (log-probabilities (C, k) of the student's likeliest other tokens, their numbers
             among these, those of the teacher's), in falling order.
-        num_more: (rows of the student, of the teacher) that are not the first of their chunk.
     """
-    logp_of = softmax_rows(x_nV, temperature)
-    logp_CV = log_means(logp_of, chunks, "S", num_more[0])
-    logq_CW = log_means(softmax_rows(y_mW, temperature), chunks, "T", num_more[1])
+    x, y = [at_least_float32(logits) / temperature for logits in (x_nV, y_mW)]
+    logp_CV = log_means(x, logs[0], chunks.first_S)
+    logq_CW = log_means(y, logs[1], chunks.first_T)
     weight_C = weight_n.index_select(0, chunks.first_S)
     gap_Ck = largest[0].exp() - largest[2].exp()
     sign_CU = torch.zeros_like(others[0]).scatter(1, largest[1], gap_Ck.sign())
     # the bucket of all others
     logp_C, logq_C = [log.logsumexp(-1) for log in others]
-    bucket_C = at_least(logp_C, FLOOR)
-    value_C, slope_C = kl_and_slope(bucket_C, at_least(logq_C, FLOOR), reverse)
+    bucket_C = logp_C.clamp(min=FLOOR)
+    value_C, slope_C = kl_and_slope(bucket_C, logq_C.clamp(min=FLOOR), reverse)
     slope_C = slope_C.masked_fill(logp_C <= FLOOR, 0.0)
     # the common tokens, at the place of the student's
     is_common = (vocabularies.common_V >= 0)[None]
@@ -321,7 +342,7 @@ def write_common(
     chunk_n = torch.full_like(label_n, -1).index_copy(0, chunks.row_S, numbers[chunks.of_S])
     has_chunk_n1 = (chunk_n >= 0)[:, None]
     chunk_n = chunk_n.clamp(min=0)
-    logp_nV = logp_of(torch.arange(len(x_nV), device=x_nV.device))
+    logp_nV = (x - logs[0].total_n[:, None]).clamp(min=FLOOR)
     to_row = (logp_nV - logp_CV.index_select(0, chunk_n)).exp().masked_fill(logp_nV <= FLOOR, 0.0)
     d_nV = slope_CV.index_select(0, chunk_n) * to_row
     d_nV = d_nV - logp_nV.exp() * d_nV.sum(-1, keepdim=True)
@@ -363,14 +384,20 @@ class GoldGradient:
     def __call__(self, student_nV, teacher_mW, sub_tile, factors, has_text):
         """Write the gradient over the student's logits; return the WrittenSums."""
         chunks = sub_tile.terms
-        num_more = [len(row) - len(chunks.first_S) for row in (chunks.row_S, chunks.row_T)]
-        others = self.compiler(logp_of_others)(
-            student_nV, teacher_mW, chunks, self.vocabularies, num_more, self.temperature)
+        sides = (student_nV, "S", self.vocabularies.others_U), (
+            teacher_mW, "T", self.vocabularies.others_Z)
+        logs, others = [], []
+        for logits, side, ids in sides:
+            first_C, row = [getattr(chunks, f"{name}_{side}") for name in ("first", "row")]
+            logs.append(self.compiler(row_logs)(
+                logits, chunks, side, len(row) - len(first_C), self.temperature))
+            others.append(self.compiler(logp_of_others)(
+                logits, logs[-1], first_C, ids, self.temperature))
         num_compared = min(self.uncommon_topk, *[log.shape[1] for log in others])
         largest = *others[0].topk(num_compared), others[1].topk(num_compared).values
         return self.compiler(write_common)(
-            student_nV, teacher_mW, factors, others=others, largest=largest, chunks=chunks,
-            vocabularies=self.vocabularies, num_more=num_more,
+            student_nV, teacher_mW, factors, logs=logs, others=others, largest=largest,
+            chunks=chunks, vocabularies=self.vocabularies,
             weight_n=weights_of(sub_tile, student_nV), label_n=sub_tile.student_labels,
             temperature=self.temperature, reverse=self.reverse, has_text=has_text)
 

@@ -18,7 +18,7 @@ from typing import NamedTuple
 import torch
 
 from isogloss import losses, translation
-from isogloss.losses import FLOOR, LOG_ZERO, MARGIN, SHIFT, at_least, at_least_float32
+from isogloss.losses import FLOOR, LOG_ZERO, MARGIN, SHIFT, at_least_float32
 from isogloss.nodes import Tables
 from isogloss.objective.fused import (
     WrittenSums,
@@ -143,7 +143,7 @@ def small_nodes(x_nV, y_mW, teacher, weight_n, nodes, columns, *, divergence, is
     row_E = reads.row_R[reads.number_E]
     x_E = at_least_float32(x_nV[row_E, reads.token_E])
     is_excluded_E = x_E <= EXCLUDED
-    x_scope, x_inside, x_many = torch.split(at_least(x_E, EXCLUDED), sizes)
+    x_scope, x_inside, x_many = torch.split(x_E.clamp(min=EXCLUDED), sizes)
     rest_L = rests_of_rows(x_nV, nodes)
     weight_A = weight_n.index_select(0, nodes.row_A)
     weight_N, weight_K, weight_M = torch.split(
@@ -188,7 +188,7 @@ def rests_of_rows(x_nV, nodes):
     """Return (L,) logsumexp of the rows that the small nodes read, without what it leaves out."""
     reads = nodes.reads
     floor = max(EXCLUDED, torch.finfo(x_nV.dtype).min)  # float16 ends before
-    rows = at_least(x_nV.index_select(0, reads.row_R[len(nodes.roots.row_S) :]), floor)
+    rows = x_nV.index_select(0, reads.row_R[len(nodes.roots.row_S) :]).clamp(min=floor)
     rows = rows.index_put((reads.number_X, reads.token_X), rows.new_full((), floor))
     return at_least_float32(rows).logsumexp(-1)
 
@@ -219,7 +219,7 @@ def of_insides(x_G, rest_K, goes, nodes, weight_K, divergence):
 
 def of_rests(logp_S, logq_T, rests, weight_M, divergence):
     """Return the same of the rests, (S,) its gradient by the log-probabilities of the tokens."""
-    logp_M = rests.chunks_S.sum(at_least(logp_S, FLOOR))
+    logp_M = rests.chunks_S.sum(logp_S.clamp(min=FLOOR))
     logq_M = rests.chunks_T.sum(logq_T.clamp(min=FLOOR))
     value_M, slope_M = divergence.rest_and_slope(logp_M, logq_M)
     slope_S = (weight_M * slope_M)[rests.chunks_S.of_E].masked_fill(logp_S <= FLOOR, 0.0)
@@ -264,7 +264,7 @@ def write_roots(
     top_n1 = inside.amax(-1, keepdim=True).clamp(min=torch.finfo(x.dtype).min)
     mass_nV = (inside - top_n1 + SHIFT).exp()
     mass_NC = columns.sum(mass_nV.index_select(0, row_N))
-    logits_NC = at_least(mass_NC, tiny).log()
+    logits_NC = mass_NC.clamp(min=tiny).log()
     value_N, of_cells = divergence.value_and_gradient(
         logits_NC, translation.log_target(translation.normalized(cell_NC)))
     scaled_N = divergence.temperature**2 * weight_N
