@@ -20,8 +20,8 @@ position t predict token t + 1, and every ``*_next``, ``*_chunk`` and ``mask`` a
 already*: entry t describes the token that position t predicts.  Logits must be cut to the
 tokenizer's vocabulary (no padding rows of the lm_head).
 
-Needs torch only.  Copy this file into your own repository.  The formulas are plain torch, on every
-device; `torch.compile` makes them faster.
+Needs torch and numpy.  Copy this file into your own repository.  The formulas are plain torch, on
+every device; `torch.compile` makes them faster.
 License: Apache-2.0 (see LICENSE).  Tests: tests/test_losses.py.
 """
 
@@ -29,6 +29,7 @@ import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -1043,12 +1044,22 @@ def sorted_distance(p_NV: Tensor, q_NW: Tensor, k: int | None = None) -> Tensor:
     Beyond the end of a row there are zeros.
     """
     width = max(p_NV.shape[1], q_NW.shape[1]) if k is None else k
-    largest = []
-    for x_NX in (p_NV, q_NW):
-        is_part = width < x_NX.shape[1]
-        x_NK = x_NX.topk(width).values if is_part else x_NX.sort(-1, descending=True).values
-        largest.append(F.pad(x_NK, (0, width - x_NK.shape[1])))
+    largest = [F.pad(x_NK, (0, width - x_NK.shape[1]))
+               for x_NK in (_falling(p_NV, width), _falling(q_NW, width))]
     return (largest[0] - largest[1]).abs().sum(-1)
+
+
+def _falling(x_NX: Tensor, width: int) -> Tensor:
+    """Return the `width` largest of each row, or all, in falling order."""
+    if width < x_NX.shape[1]:
+        return x_NX.topk(width).values
+    if x_NX.device.type != "cpu" or x_NX.dtype not in (torch.float32, torch.float64):
+        return x_NX.sort(-1, descending=True).values
+    # numpy sorts floats three times as fast as torch with their numbers, and ten times without
+    values = x_NX.detach().numpy()
+    if not (x_NX.requires_grad and torch.is_grad_enabled()):
+        return torch.from_numpy(np.sort(values, -1)).flip(-1)
+    return x_NX.gather(-1, torch.from_numpy(np.argsort(values, -1)).flip(-1))
 
 
 def uld(

@@ -136,6 +136,13 @@ class Head(NamedTuple):
             return out
         return self.softcap * torch.tanh(out / self.softcap)
 
+    def slope(self, linear_NV: Tensor) -> Tensor | float:
+        """Return the derivative of `finish`, elementwise."""
+        if not self.softcap:
+            return self.scale
+        capped = torch.tanh(linear_NV * (self.scale / self.softcap))
+        return self.scale * (1 - capped * capped)
+
     def columns(self, ids: Tensor) -> "Head":
         """Return the head of these token ids alone."""
         return self._replace(
@@ -805,12 +812,15 @@ class _Walk:
     ) -> bool:
         """Let the part write the gradient over the logits, where it can; tell whether it did."""
         tile_gradient = getattr(self.part, "tile_gradient", None)
-        is_plain = self.head.scale == 1 and not self.head.softcap and not self.params
-        if not (self.is_training and is_plain and tile_gradient) or teacher_logits is None:
+        if not (self.is_training and tile_gradient) or self.params or teacher_logits is None:
             return False
-        sums_J = tile_gradient(linear_NV, teacher_logits, sub_tile, self.factors_J)
+        is_plain = self.head.scale == 1 and not self.head.softcap
+        logits = linear_NV if is_plain else self.head.finish(linear_NV)
+        sums_J = tile_gradient(logits, teacher_logits, sub_tile, self.factors_J)
         if sums_J is None:
             return False
+        if not is_plain:
+            linear_NV.copy_(logits * self.head.slope(linear_NV))
         self.sums_J += sums_J
         return True
 

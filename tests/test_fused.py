@@ -56,10 +56,10 @@ def of_toy(pair, seed, dtype):
     return sub_tile, x, y, tables
 
 
-def results(loss, sub_tile, x, y, ce_weight, written):
+def results(loss, sub_tile, x, y, ce_weight, written, **of_head):
     """Return (sums, gradient by the logits) of a part with this sub-tile, as the job takes it."""
     hidden = x.clone().requires_grad_()
-    head = Head(torch.eye(x.shape[1], dtype=x.dtype))
+    head = Head(torch.eye(x.shape[1], dtype=x.dtype), **of_head)
     tile = Tile(torch.arange(len(x)), (sub_tile,), len(y))
     logits = HiddenLogits(y, Head(torch.eye(y.shape[1], dtype=y.dtype)))
     part = Part(loss.loss_fn, loss.write_gradient if written else None, loss.is_observed, logits,
@@ -70,9 +70,10 @@ def results(loss, sub_tile, x, y, ce_weight, written):
     return sums.double(), hidden.grad.double()
 
 
-def check_both(loss, sub_tile, x, y, ce_weight, tolerance):
+def check_both(loss, sub_tile, x, y, ce_weight, tolerance, **of_head):
     assert loss.write_gradient
-    plain, written = [results(loss, sub_tile, x, y, ce_weight, kind) for kind in (False, True)]
+    plain, written = [results(loss, sub_tile, x, y, ce_weight, kind, **of_head)
+                      for kind in (False, True)]
     torch.testing.assert_close(written[0], plain[0], rtol=tolerance, atol=tolerance)
     scale = plain[1].abs().max()
     assert scale > 0
@@ -107,6 +108,14 @@ def test_tokens_without_a_cell_and_tokens_that_cannot_come(monkeypatch):
             check_both(loss, sub_tile, x, y, ce_weight, 1e-6)
     x[:, 1] = -1e6  # what a model excludes
     check_both(loss, sub_tile, x, y, WEIGHTS[0], 1e-6)
+
+
+@pytest.mark.parametrize("of_head", [{"scale": 0.3}, {"softcap": 4.0},
+                                     {"scale": 1.7, "softcap": 3.0}])
+def test_heads_that_scale_and_cap_their_logits(of_head, monkeypatch):
+    sub_tile, x, y, tables = of_toy(PAIRS[0], 3, torch.float64)
+    loss = build(monkeypatch, tables, "piece_kl", WEIGHTS[0])
+    check_both(loss, sub_tile, x, y, WEIGHTS[0], 1e-6, **of_head)
 
 
 @pytest.mark.parametrize("name", fused.DERIVED)

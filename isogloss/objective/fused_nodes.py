@@ -97,9 +97,11 @@ def teacher_side(y_mW, nodes, tables, columns_W):
     total_m = y.logsumexp(-1)
     q_NW = (y.index_select(0, roots.row_T) - total_m.index_select(0, roots.row_T)[:, None]).exp()
     # a mask, which takes a quarter of the bytes that a copy of the probabilities would
+    place_E = translation.joined_places(nodes, tables)
+    came_N = torch.arange(len(q_NW), device=q_NW.device) * q_NW.shape[1] + roots.next_T
+    cannot_come_E = place_E != came_N[place_E // q_NW.shape[1]]
     joined = torch.zeros(q_NW.numel(), dtype=torch.bool, device=q_NW.device)
-    joined = joined.index_fill(0, translation.joined_places(nodes, tables), True)
-    joined = joined.view(q_NW.shape).scatter(1, roots.next_T[:, None], False)
+    joined = joined.index_put((place_E,), cannot_come_E).view(q_NW.shape)
     q_NW = q_NW.masked_fill(joined, 0.0)
     cell_NC = translation.ended_cells(q_NW, goes.ends_K[: len(q_NW)], columns_W)
     target = RootTarget(cell_NC, *translation.likely_longer(q_NW, nodes, tables))
