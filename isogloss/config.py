@@ -111,6 +111,11 @@ class ModelFlags:
     activation_offload: bool = flag(
         False, "keep what activation_checkpointing stores in the host's memory until backward.",
         free=True)
+    compile: str = flag(
+        "auto", "compile the student's layers by torch.compile, which takes up to a minute, once: "
+        "true, false, or auto: on a GPU. A layer that breaks the graph, or gives other numbers, "
+        "runs as it is, and a line says so; not with ZeRO-3.", free=True,
+        choices=("auto", "true", "false"))
     mlp_tiles: int = flag(
         1, "pieces in which a student's MLP takes its positions one after the other, recomputed "
         "in backward; for long sequences. 1 takes all at once.", low=1, high=2**20, free=True)
@@ -472,6 +477,8 @@ class Config(ModelFlags, DataFlags, LossFlags, OnPolicyFlags,
     def __post_init__(self):
         if self.loss_memory_mib == "auto":
             self.loss_memory_mib = 0
+        if isinstance(self.compile, bool):  # of a YAML file
+            self.compile = str(self.compile).lower()
         if self.teacher == "self":
             if self.from_scratch:
                 raise ValueError("--teacher self with --from_scratch: random weights have nothing "
