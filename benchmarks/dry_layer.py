@@ -3,7 +3,7 @@
     python -m benchmarks.dry_layer                     # Llama-3.2-1B
     python -m benchmarks.dry_layer --models Qwen/Qwen3-0.6B,HuggingFaceTB/SmolLM2-135M
 
-It needs what benchmarks/dry_gpu.py needs.  A line says, of the forward pass of one layer and of both
+It needs what benchmarks/dry_gpu.py needs.  A line says, of a layer's forward pass and of both
 passes, how many kernels are launched beside matmuls and attention, and how many MB these read and
 write a token.  A plain operator reads each argument once and writes what it returns; of what is
 compiled the compiler counts.  The command ends with status 1 where a compiled layer is above

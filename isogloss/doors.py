@@ -160,11 +160,10 @@ DOORS: dict[str, Door] = {
 # What several doors use and the hall does not: they know the hall, and one another.  The tables of
 # two tokenizers, which spelling.py makes, are on disk from the second run on.
 TOOLS = (
-    "align_dp", "spelling", "rollout", "policy_losses",
-    "flags.lists", "flags.tool", "job.ipc", "job.sequence_group", "job.trial",
-    "projection_tools.args", "projection_tools.save", "models.adapter_parts",
-    "models.compiled_layers", "student.whole_student", "teachers.group", "teachers.mixing",
-    "teachers.text_scores",
+    "align_dp", "spelling", "rollout", "policy_losses", "flags.lists", "flags.tool", "job.ipc",
+    "job.sequence_group", "job.trial", "projection_tools.args", "projection_tools.save",
+    "models.adapter_parts", "models.compiled_layers", "student.whole_student", "teachers.group",
+    "teachers.mixing", "teachers.text_scores",
 )
 
 
