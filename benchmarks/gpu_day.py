@@ -56,6 +56,7 @@ LONG_STEP = STEP | {"length": 8192, "samples": 2, "micro_batch": 1}
 # what makes a step faster, each switched off or set otherwise
 PIECES = {"loss_backend plain": {"loss_backend": "plain"}, "compile false": {"compile": "false"},
           "loss_memory_mib 4096": {"loss_memory_mib": 4096}}
+NOT_COMPILED = "loss_backend plain", "compile false"
 GRAPHS = {"environment": {"TORCHINDUCTOR_CUDAGRAPHS": "1"}}
 
 
@@ -84,11 +85,11 @@ def alone(loss):
     return {"loss": loss, "ce_weight": 0}
 
 
-def pieces(name, seconds, flags):
-    """Return parts: a step as it is by default, and with each of PIECES."""
+def pieces(name, seconds, flags, which=PIECES):
+    """Return parts: a step as it is by default, and with each of some PIECES."""
     parts = {name: (seconds, flags)}
-    for piece, changes in PIECES.items():
-        parts[f"{name}, {piece}"] = seconds, flags | changes
+    for piece in which:
+        parts[f"{name}, {piece}"] = seconds, flags | PIECES[piece]
     return parts
 
 
@@ -114,17 +115,15 @@ STUDIES = {
     "pairs": Study(
         "the same for SmolLM2-135M from Qwen3-0.6B, where CUDA graphs launch what is compiled, for "
         "two samples of 8,192 tokens, and for Llama-3.2-1B from Qwen3-8B", "step", {
-            **pieces("135M from 0.6B", 90, STEP | {"pair": SMALL_PAIR}),
+            **pieces("135M from 0.6B", 90, STEP | {"pair": SMALL_PAIR}, NOT_COMPILED),
             "135M from 0.6B, graphs": (120, STEP | {"pair": SMALL_PAIR} | GRAPHS),
             **pieces("8192 tokens", 150, LONG_STEP),
-            **pieces("1B from 8B", 170, STEP | {"pair": LARGE_PAIR})}),
+            **pieces("1B from 8B", 170, STEP | {"pair": LARGE_PAIR}, NOT_COMPILED)}),
     "same": Study(
         "how far four steps of small models on the card, where loss and student are compiled, are "
         "from those on CPUs, where they are not; two ranks share a card and talk over gloo where "
         "it is alone", "on_card_and_cpu", {
             "fused Adam": (60, {"world": 1, "stage": 0}),
-            "nothing compiled": (60, {"world": 1, "stage": 0, "compile": "false",
-                                      "loss_backend": "plain"}),
             "teacher compiled": (100, {"world": 1, "stage": 1, "teacher_compile": True}),
             "checkpoints, bfloat16": (90, {"world": 1, "stage": 2, "precision": "bfloat16",
                                            "activation_checkpointing": True}),

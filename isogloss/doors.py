@@ -60,7 +60,7 @@ DOORS: dict[str, Door] = {
                         changes="models.activations"),
     "compiled": Door("--compile, which auto is on a GPU", "Layers of one compiled graph.",
                      ("student.options.compiled",), lambda cfg: cfg.compile != "false",
-                     checks="student.options.compiled", prepares="student.options.compiled"),
+                     *3 * ("student.options.compiled",)),  # checks, changes, prepares
     "from_scratch": Door("--from_scratch", "A student with random weights.",
                          ("student.options.from_scratch",)),
     "zero3": Door("ZeRO stage 3", "Shards whose padding is 0.", ("student.options.zero3",)),

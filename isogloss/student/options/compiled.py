@@ -3,11 +3,12 @@
 Tests: tests/test_compiled_layers.py.
 """
 
+import deepspeed
 import torch
 import torch.distributed as dist
 
 from isogloss.job.watch import print_line
-from isogloss.models.compiled_layers import compile_layers, first_line
+from isogloss.models.compiled_layers import compile_layers, decoder_layers, first_line
 from isogloss.models.compiler import missing_compiler
 from isogloss.models.pretrained import quantization_of
 from isogloss.student.checks import TOLERANCE, evaluation_mode, student_batch
@@ -17,27 +18,33 @@ PROBED = 24  # positions of each of two rows; of no size that a model has
 
 def check(cfg, layout):
     """Raise a ValueError where --compile true cannot work; auto says so, and compiles nothing."""
-    reason = reason_against(cfg, layout)
-    if not reason:
-        return
+    method = cfg.quantize or quantization_of(layout.config)
+    if method:
+        give_up(cfg, f"--compile {cfg.compile}: the student's weights are quantized ({method}), "
+                     "and their library has kernels of its own; leave it out")
+    elif missing := missing_compiler():
+        give_up(cfg, f"--compile {cfg.compile}: {missing}, which torch.compile needs; install it, "
+                     "or leave the flag out")
+
+
+def give_up(cfg, line):
+    """Raise a ValueError where --compile true was asked for; else say so, and compile nothing."""
     if cfg.compile == "true":
-        raise ValueError(f"--compile true: {reason}; leave it out")
+        raise ValueError(line)
     if dist.get_rank() == 0:
-        print_line(f"--compile auto: {reason}, so the student's layers run as they are")
+        print_line(f"{line.rpartition(';')[0]}: its layers run as they are")
     cfg.settle("compile", "false")
 
 
-def reason_against(cfg, layout):
-    """Say why no layer of a student can be compiled; "": nothing is known."""
-    if layout.ds_config.get("zero_optimization", {}).get("stage") == 3:
-        return ("--ds_config has ZeRO stage 3, which gathers weights between the parts of a layer, "
-                "so that nothing is left to compile")
-    method = cfg.quantize or quantization_of(layout.config)
-    if method:
-        return (f"the student's weights are quantized ({method}), and their library has kernels of "
-                "its own")
-    missing = missing_compiler()
-    return missing and f"{missing}, which torch.compile needs"
+def change(model, cfg):
+    """Let ZeRO-3 gather the weights of a layer at once, before its forward pass, not inside."""
+    try:
+        kinds = {type(layer) for layer in decoder_layers(model, f"--compile {cfg.compile}")}
+    except ValueError as error:
+        give_up(cfg, str(error))
+        return
+    if any(hasattr(weight, "ds_id") for weight in model.parameters()):
+        deepspeed.utils.set_z3_leaf_modules(model, list(kinds))
 
 
 def prepare(state, inputs, stack):
@@ -45,8 +52,6 @@ def prepare(state, inputs, stack):
 
     One that gives other numbers runs as it is, and a line says so.
     """
-    if state.cfg.compile == "false":  # settled by `check`
-        return
     if dist.get_rank() == 0:
         print_line("the student's layers are compiled, which takes up to a minute, once")
     # attention over shards of sequences talks to other ranks, in the middle of a layer
@@ -55,7 +60,8 @@ def prepare(state, inputs, stack):
     for forward, (args, kwargs) in zip(forwards, heard_calls(state, forwards), strict=True):
         tolerance = TOLERANCE[args[0].dtype]
         try:
-            difference = difference_of(forward, args, kwargs)
+            with gathered(forward.layer):
+                difference = difference_of(forward, args, kwargs)
         except Exception as error:  # whatever a compiler, or what it made, raises
             forward.give_up(first_line(error))
             continue
@@ -77,6 +83,12 @@ def heard_calls(state, forwards):
     for forward in forwards:
         forward.heard = None
     return calls
+
+
+def gathered(layer):
+    """Return a context in which a layer's weights are whole; under ZeRO-3 all ranks take part."""
+    weights = [weight for weight in layer.parameters() if hasattr(weight, "ds_id")]
+    return deepspeed.zero.GatheredParameters(weights)
 
 
 def difference_of(forward, args, kwargs):
