@@ -52,6 +52,12 @@ LARGE_PAIR = LLAMA, 0, f"{QWEN}-8B", 0
 STEP = {"pair": PAIR, "length": 2048, "samples": 6, "micro_batch": 2}
 TP = {"world": 2, "stage": 1, "teacher_tp": 2}
 TEXT = {"kd_weight": 0}
+LONG_STEP = STEP | {"length": 8192, "samples": 2, "micro_batch": 1}
+# what makes a step faster, each switched off or set otherwise
+PIECES = {"loss_backend plain": {"loss_backend": "plain"}, "compile false": {"compile": "false"},
+          "loss_memory_mib 4096": {"loss_memory_mib": 4096}}
+NOT_COMPILED = "loss_backend plain", "compile false"
+GRAPHS = {"environment": {"TORCHINDUCTOR_CUDAGRAPHS": "1"}}
 
 
 @dataclass
@@ -79,6 +85,14 @@ def alone(loss):
     return {"loss": loss, "ce_weight": 0}
 
 
+def pieces(name, seconds, flags, which=PIECES):
+    """Return parts: a step as it is by default, and with each of some PIECES."""
+    parts = {name: (seconds, flags)}
+    for piece in which:
+        parts[f"{name}, {piece}"] = seconds, flags | PIECES[piece]
+    return parts
+
+
 STUDIES = {
     "transfer": Study(
         "SmolLM2-135M-Instruct with the 32,000 tokens of Llama 2 learns from what it was: 200 "
@@ -95,17 +109,24 @@ STUDIES = {
     "step": Study(
         "Llama-3.2-1B learns from twelve of Qwen3-4B's 36 layers by piece_kl, 12,288 tokens a step "
         "in three micro-batches", "step", {
-            "default": (150, STEP),
+            **pieces("default", 150, STEP),
             "loss_memory_mib 16384": (100, STEP | {"loss_memory_mib": 16384}),
             "teacher_compile": (130, STEP | {"teacher_compile": True})}),
     "pairs": Study(
-        "the same for SmolLM2-135M from Qwen3-0.6B, and Llama-3.2-1B from Qwen3-8B", "step", {
-            "135M from 0.6B": (90, STEP | {"pair": SMALL_PAIR}),
-            "1B from 8B": (170, STEP | {"pair": LARGE_PAIR})}),
+        "the same for SmolLM2-135M from Qwen3-0.6B, where CUDA graphs launch what is compiled, for "
+        "two samples of 8,192 tokens, and for Llama-3.2-1B from Qwen3-8B", "step", {
+            **pieces("135M from 0.6B", 90, STEP | {"pair": SMALL_PAIR}, NOT_COMPILED),
+            "135M from 0.6B, graphs": (120, STEP | {"pair": SMALL_PAIR} | GRAPHS),
+            **pieces("8192 tokens", 150, LONG_STEP),
+            **pieces("1B from 8B", 170, STEP | {"pair": LARGE_PAIR}, NOT_COMPILED)}),
     "same": Study(
-        "how far four steps of small models on the card are from those on CPUs; two ranks share "
-        "a card and talk over gloo where it is alone", "on_card_and_cpu", {
+        "how far four steps of small models on the card, where loss and student are compiled, are "
+        "from those on CPUs, where they are not; two ranks share a card and talk over gloo where "
+        "it is alone", "on_card_and_cpu", {
             "fused Adam": (60, {"world": 1, "stage": 0}),
+            "teacher compiled": (100, {"world": 1, "stage": 1, "teacher_compile": True}),
+            "checkpoints, bfloat16": (90, {"world": 1, "stage": 2, "precision": "bfloat16",
+                                           "activation_checkpointing": True}),
             "ZeRO-3": (60, {"world": 1, "stage": 3}),
             "teacher ranks, CUDA IPC": (70, {"world": 2, "stage": 1, "teacher_ranks": 1}),
             "packed sequence shards": (70, {"world": 2, "stage": 2, "sequence_parallel": 2,
@@ -117,8 +138,9 @@ STUDIES = {
         "hidden sizes 2,048 and 2,560, vocabularies 128,256 and 151,646", "loss",
         {name: (60, {"name": name}) for name in (
             "piece_kl", "forward_kl", "generalized_jsd", "projection_kl", "gold", "uld", "alm")}),
-    "liger": Study("Liger's fused Jensen-Shannon divergence beside it, vocabulary 128,256",
-                   "liger", {"jsd": (40, {})}),
+    "liger": Study("the Jensen-Shannon divergence of Liger and of TRL beside it, vocabulary "
+                   "128,256", "others_loss", {"jsd": (40, {"name": "liger"}),
+                                              "trl jsd": (40, {"name": "trl"})}),
     "memory": Study(
         "the pair of step, one sample of many tokens with checkpointed activations", "step", {
             str(length): (100, STEP | {"length": length, "samples": 1, "micro_batch": 1,
@@ -127,6 +149,10 @@ STUDIES = {
     "writing": Study(
         "SmolLM2-135M writes 32 samples of 480 tokens, by the loop of the job", "writing", {
             "loop": (90, {"pair": SMALL_PAIR, "length": 512, "samples": 32, "micro_batch": 16})}),
+    "captured": Study(
+        "the same by transformers' generate: as it is, and with a cache of one size, for which it "
+        "captures a graph of a token", "generating", {
+            "dynamic": (60, {"cache": "dynamic"}), "static": (90, {"cache": "static"})}),
     "resume": Study("relative difference of two runs, and of one that was killed and went on",
                     "resume", {"bf16": (90, {})}),
     "check": Study("checks of benchmarks/gpu.py and gpu_job.py", "check", checks(

@@ -191,16 +191,19 @@ def peak_flops():
     return next((peak for part, peak in PEAK_FLOPS.items() if part in name), 0)
 
 
-def step(place, **flags):
+def step(place, environment=None, **flags):
     """Time steps of a run, and profile one.
 
+    Args:
+        environment: {variable: text} of its process.
     Returns:
         tokens_per_second: median of steps 3 to 5, and `each`; share_of_peak: operations of the
         student (six for each weight and position) and of the teacher (two) over the bfloat16 peak.
         The others are of step 7; see benchmarks/step.py.
     """
     flags, tokens = flags_of(place, **flags)
-    process, pipe = gpu.spawn(gpu_job.profile_job, as_argv(flags), PROFILED, daemon=False)
+    with mock.patch.dict(os.environ, environment or {}):
+        process, pipe = gpu.spawn(gpu_job.profile_job, as_argv(flags), PROFILED, daemon=False)
     figures = gpu.received(pipe, timeout=1200)
     process.join(60)
     seconds = [line["seconds"] for line in metrics_of(flags) if line["step"] in TIMED]
@@ -226,6 +229,22 @@ def writing(place, **flags):
             "share_of_step": gpu.rounded(statistics.median(
                 line["rollout/seconds"] / line["seconds"] for line in lines)),
             "tokens": lines[-1]["rollout/tokens"]}
+
+
+def generating(place, cache, samples=32, prompt=32):
+    """Let SmolLM2-135M's shape write by transformers' generate; say how fast.
+
+    Args:
+        cache: a cache_implementation; samples, prompt: so many, with so many tokens to begin with.
+    """
+    path = model_of(place, "HuggingFaceTB/SmolLM2-135M", 0)
+    count = 4 if place.tiny else 480
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16).to(device)
+    ids = torch.randint(model.config.vocab_size, (samples, prompt), device=device)
+    seconds = gpu.timed(partial(model.generate, ids, max_new_tokens=count, min_new_tokens=count,
+                                cache_implementation=cache, do_sample=True), times=1)
+    return {"written_tokens_per_second": round(samples * count / seconds)}
 
 
 # --- another tokenizer for a model, and a draft of it ---------------------------------------------
@@ -529,23 +548,47 @@ def loss(place, name):
     return gpu.table_line(name, sizes_of(place))
 
 
-def liger(place):
-    """Time Liger's fused Jensen-Shannon divergence over the same matmuls as ours."""
+def liger_loss(run, labels):
+    """Return a function that computes Liger's fused divergence and its gradients."""
+    from liger_kernel.chunked_loss import LigerFusedLinearJSDLoss
+
+    function = LigerFusedLinearJSDLoss(weight_hard_loss=0.0, weight_soft_loss=1.0)
+    teacher = run.teacher
+    return lambda: function(run.hidden, run.weight, teacher.hidden_TH, teacher.head.weight_VH,
+                            labels).backward()
+
+
+def trl_loss(run, labels):
+    """Return a function that does so with TRL's divergence, of all logits at once."""
+    from trl.experimental.gkd import GKDTrainer
+
+    teacher = run.teacher
+
+    def step():
+        with torch.no_grad():
+            of_teacher = teacher.hidden_TH @ teacher.head.weight_VH.T
+        logits = run.hidden @ run.weight.T
+        GKDTrainer.generalized_jsd_loss(logits[None], of_teacher[None], labels[None]).backward()
+
+    return step
+
+
+OTHERS = {"liger": liger_loss, "trl": trl_loss}
+
+
+def others_loss(place, name):
+    """Time another package's Jensen-Shannon divergence over the same matmuls as ours."""
+    sizes = sizes_of(place)
+    run = gpu.TableRun("generalized_jsd", sizes, "tiled").run
+    labels = torch.zeros(sizes.tokens, dtype=torch.long, device=run.hidden.device)
     try:
-        from liger_kernel.chunked_loss import LigerFusedLinearJSDLoss
+        compute = OTHERS[name](run, labels)
     except ImportError as error:
         raise gpu.Skipped(str(error)) from None
 
-    sizes = sizes_of(place)
-    run = gpu.TableRun("generalized_jsd", sizes, "tiled").run
-    function = LigerFusedLinearJSDLoss(weight_hard_loss=0.0, weight_soft_loss=1.0)
-    teacher = run.teacher
-    labels = torch.zeros(sizes.tokens, dtype=torch.long, device=run.hidden.device)
-
     def step():
         run.clear_gradients()
-        function(run.hidden, run.weight, teacher.hidden_TH, teacher.head.weight_VH,
-                 labels).backward()
+        compute()
 
     seconds = gpu.timed(step)
     matmuls = gpu.timed(run.matmuls)

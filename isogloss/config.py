@@ -106,14 +106,15 @@ class ModelFlags:
         "pipeline. Needs ZeRO stage 1 and as many gradient_accumulation_steps. See "
         "docs/scale.md.", low=1, high=2**16, free=True)
     activation_checkpointing: bool = flag(
-        False, "recompute the student's activations in backward instead of keeping them.",
-        free=True)
+        False, "recompute the student's activations in backward.", free=True)
     activation_offload: bool = flag(
-        False, "keep what activation_checkpointing stores in the host's memory until backward.",
-        free=True)
+        False, "keep what activation_checkpointing stores in the host's memory.", free=True)
+    compile: str = flag(
+        "auto", "compile the student's layers: true, false, or auto: on a GPU. See docs/scale.md.",
+        free=True, choices=("auto", "true", "false"))
     mlp_tiles: int = flag(
-        1, "pieces in which a student's MLP takes its positions one after the other, recomputed "
-        "in backward; for long sequences. 1 takes all at once.", low=1, high=2**20, free=True)
+        1, "pieces in which a student's MLP takes the positions of long sequences, recomputed in "
+        "backward.", low=1, high=2**20, free=True)
 
 
 @dataclass(kw_only=True)
@@ -357,8 +358,8 @@ class TeacherParallelismFlags:
         False, "keep the teacher's weights in the host's memory but for its forward passes.",
         free=True, key="offload")
     teacher_compile: bool = flag(
-        False, "compile the teacher's layers by torch.compile, which takes up to a minute, once; "
-        "not with teacher_engine zero3.", free=True, key="compile")
+        False, "compile the teacher's layers, which takes up to a minute, once; not with "
+        "teacher_engine zero3.", free=True, key="compile")
 
 
 @dataclass(kw_only=True)
@@ -441,8 +442,7 @@ class RunFlags:
         "each chunk, to compare another system with. It waits for the device. See "
         "docs/evaluate.md. Empty: none.", free=True)
     wandb_project: str = flag(
-        "", "log to this Weights & Biases project, as wandb of the ds_config does. Empty: do not.",
-        free=True)
+        "", "log to this Weights & Biases project, as wandb of the ds_config does.", free=True)
     local_rank: int = flag(-1, "set by the launcher.", free=True)
 
 
@@ -472,6 +472,7 @@ class Config(ModelFlags, DataFlags, LossFlags, OnPolicyFlags,
     def __post_init__(self):
         if self.loss_memory_mib == "auto":
             self.loss_memory_mib = 0
+        self.compile = str(self.compile).lower()  # a YAML file has bools
         if self.teacher == "self":
             if self.from_scratch:
                 raise ValueError("--teacher self with --from_scratch: random weights have nothing "

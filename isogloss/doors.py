@@ -58,6 +58,9 @@ DOORS: dict[str, Door] = {
     "activations": Door("--activation_offload, --mlp_tiles", "Less memory for activations.",
                         ("models.activations",), lambda cfg: cfg.mlp_tiles > 1,
                         changes="models.activations"),
+    "compiled": Door("--compile, which auto is on a GPU", "Layers of one compiled graph.",
+                     ("student.options.compiled",), lambda cfg: cfg.compile != "false",
+                     *3 * ("student.options.compiled",)),  # checks, changes, prepares
     "from_scratch": Door("--from_scratch", "A student with random weights.",
                          ("student.options.from_scratch",)),
     "zero3": Door("ZeRO stage 3", "Shards whose padding is 0.", ("student.options.zero3",)),
@@ -157,10 +160,10 @@ DOORS: dict[str, Door] = {
 # What several doors use and the hall does not: they know the hall, and one another.  The tables of
 # two tokenizers, which spelling.py makes, are on disk from the second run on.
 TOOLS = (
-    "align_dp", "spelling", "rollout", "policy_losses",
-    "flags.lists", "flags.tool", "job.ipc", "job.sequence_group", "job.trial",
-    "projection_tools.args", "projection_tools.save", "models.adapter_parts",
-    "student.whole_student", "teachers.group", "teachers.mixing", "teachers.text_scores",
+    "align_dp", "spelling", "rollout", "policy_losses", "flags.lists", "flags.tool", "job.ipc",
+    "job.sequence_group", "job.trial", "projection_tools.args", "projection_tools.save",
+    "models.adapter_parts", "models.compiled_layers", "student.whole_student", "teachers.group",
+    "teachers.mixing", "teachers.text_scores",
 )
 
 

@@ -195,6 +195,8 @@ def check_inputs(cfg, device, roles=None):
     check_student_weights(cfg)
     bf16 = device.type != "cpu" and get_accelerator().is_bf16_supported()
     num_ranks = dist.get_world_size()
+    if cfg.compile == "auto" and device.type == "cpu":
+        cfg.settle("compile", "false")
     doors.check(cfg, Layout(student_config, raw_ds_config, num_ranks, roles))
     facts = num_ranks, student_config.hidden_size, bf16
     adam = {"on_gpu": device.type == "cuda", "compiles_adam": compiles_adam()}

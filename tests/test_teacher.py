@@ -12,6 +12,7 @@ import ranks
 from isogloss.config import Config
 from isogloss.job.launch import silence_libraries, start_distributed
 from isogloss.job.layout import teacher_groups
+from isogloss.models import compiled_layers
 from isogloss.models.pretrained import check_weights
 from isogloss.teachers.engines import layers
 from isogloss.teachers.engines.layers import check_compile
@@ -358,7 +359,7 @@ def counting_compiler(monkeypatch):
         graphs.append([str(node.target) for node in graph.graph.nodes])
         return graph.forward
 
-    monkeypatch.setattr(layers, "COMPILER", compiler)
+    monkeypatch.setattr(compiled_layers, "COMPILER", compiler)
     return graphs
 
 

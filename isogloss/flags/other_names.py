@@ -29,7 +29,7 @@ FOREIGN = {
     **dict.fromkeys(("teacher_model_name_or_path", "teacher_name_or_path"), "--teacher"),
     **dict.fromkeys(("dataset", "dataset_name", "train_file", "dataset_path"), "--data"),
     "dataset_text_field": "--text_key", "dataset_num_proc": "--num_workers",
-    "dataloader_num_workers": "--num_workers", "packing": "--pack",
+    "dataloader_num_workers": "--num_workers", "packing": "--pack", "torch_compile": "--compile",
     "gradient_checkpointing": "--activation_checkpointing", "attn_implementation": "--attention",
     "use_peft": "--lora_r", **dict.fromkeys(("lora_rank", "model_lora_rank"), "--lora_r"),
     **dict.fromkeys(("modules_to_save", "train_embeddings"), "--lora_embeddings"),

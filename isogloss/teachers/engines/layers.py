@@ -1,19 +1,14 @@
-"""Make the layers of a teacher plain, or compiled: torch's own, one graph each.
+"""Make the layers of a teacher torch's own, of which torch.compile makes one graph each.
 
 Tests: tests/test_teacher.py.
 """
 
-import torch
 import torch.distributed as dist
 from deepspeed.module_inject.layers import LinearAllreduce, LinearLayer
 from torch import nn
 
 from isogloss.models import pretrained
 from isogloss.models.compiler import missing_compiler
-
-COMPILER = "inductor"
-# Compiled once each: kinds of layers x whether there is one row x kinds of masks, of all teachers.
-MOST_VARIANTS = 64
 
 
 def check_compile(engine, config):
@@ -34,25 +29,6 @@ def check_compile(engine, config):
     if missing:
         raise ValueError(f"--teacher_compile: {missing}, which torch.compile needs; install it, or "
                          "leave the flag out")
-
-
-def decoder_layers(model):
-    """Return the layers of a causal language model that follow one another; ValueError: none."""
-    number = model.config.get_text_config().num_hidden_layers
-    for module in model.get_decoder().modules():
-        if isinstance(module, nn.ModuleList) and len(module) == number:
-            return module
-    raise ValueError(f"--teacher: {type(model).__name__} has no list of its {number} layers, which "
-                     "--teacher_compile takes one by one; leave it out")
-
-
-def compile_layers(model):
-    """Let torch.compile make each layer's forward pass; equal layers share it, for any length."""
-    # beyond as many torch would run a layer as it is
-    limit = max(torch._dynamo.config.recompile_limit, MOST_VARIANTS)
-    torch._dynamo.config.recompile_limit = limit
-    for layer in decoder_layers(model):
-        layer.compile(backend=COMPILER, dynamic=True)
 
 
 class SummedLinear(nn.Module):

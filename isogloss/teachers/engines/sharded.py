@@ -27,7 +27,8 @@ from isogloss.job import ipc
 from isogloss.job.layout import node_size
 from isogloss.job.rendezvous import values_of_ranks
 from isogloss.models import pretrained
-from isogloss.teachers.engines.layers import compile_layers, use_plain_layers
+from isogloss.models.compiled_layers import compile_layers
+from isogloss.teachers.engines.layers import use_plain_layers
 from isogloss.teachers.engines.replicas import Replica
 from isogloss.teachers.engines.whole import (
     ModelTeacher,

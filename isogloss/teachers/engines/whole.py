@@ -181,7 +181,7 @@ def load_replicated(spec):
     num_parameters = sum(parameter.numel() for parameter in model.parameters())
     head = head_of(model, spec.vocab)
     if spec.compile:
-        from isogloss.teachers.engines.layers import compile_layers
+        from isogloss.models.compiled_layers import compile_layers
 
         compile_layers(model)
     teacher = ModelTeacher(WholeModel(model), head, spec, "replicated", num_parameters)
