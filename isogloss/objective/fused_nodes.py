@@ -1,7 +1,7 @@
 """Write out the gradient of a divergence between two tokenizers, see fused.py and translation.py.
 
-A sub-tile is three compiled functions: what the teacher says, the small nodes (all that are no
-roots), and the roots with the text, which write the gradient of every row.  What the small nodes
+A sub-tile is four compiled functions: what the teacher says, the small nodes (all that are no
+roots), the roots, and what writes the gradient of every row, with the text.  What the small nodes
 read of the student is few numbers, and the logsumexp of some rows; the gradient of the latter is
 written with the roots, that of the former added afterwards.
 
@@ -238,35 +238,43 @@ def of_text(logp_S, rests, weight_M):
 # --- the roots and the text -----------------------------------------------------------------------
 
 
-def write_roots(
-    x_nV, cell_NC, factors, columns, *, small, label_n, roots, weight_n, divergence, has_text,
-    is_alone
-):
-    """Write the gradient of the roots, the text and the rests of rows over x.
+class RootSlopes(NamedTuple):
+    """Hold the sum of the roots, and what its gradient is made of.
+
+    Attributes:
+        kd: () their weighted sum.
+        slope_NC: (N, C) its derivative by the student's mass in each cell.
+        top_n1: the largest logit of a token with a cell, in each row.
+    """
+
+    kd: torch.Tensor
+    slope_NC: torch.Tensor
+    top_n1: torch.Tensor
+
+
+def lifted_masses(x, top_n1, columns):
+    """Return the masses of the tokens with a cell, see `losses.log_masses`; 0 of the others."""
+    return (x.masked_fill(columns.none_X, -torch.inf) - top_n1 + SHIFT).exp()
+
+
+def of_roots(x_nV, cell_NC, columns, *, roots, weight_n, divergence, is_alone):
+    """Compare the roots, see `translation.root_values`; return RootSlopes.
 
     Args:
         x_nV: the student's logits.
         cell_NC: the teacher's mass in each cell, not normalized, see `translation.root_target`.
-        factors: (2 or more,) of cross-entropy and translation in the gradient.
         columns: `losses.Columns` of the student's cells.
-        small: SmallNodes.
         roots: `nodes.Roots`.
         is_alone: the cross-entropy of the next token within its cell belongs to the loss; what it
-            has of that token's logit is in `small`.
-    Returns:
-        (WrittenSums, logsumexp of every row (n,)).
+            has of that token's logit is in the small nodes.
     """
     x = at_least_float32(x_nV)
-    tiny = torch.finfo(x.dtype).tiny
+    lowest = torch.finfo(x.dtype)
     row_N = roots.row_S
-    root_n = torch.full_like(label_n, -1).index_copy(
-        0, row_N, torch.arange(len(row_N), device=x.device))
     weight_N = weight_n.index_select(0, row_N)
-    inside = x.masked_fill(columns.none_X, -torch.inf)
-    top_n1 = inside.amax(-1, keepdim=True).clamp(min=torch.finfo(x.dtype).min)
-    mass_nV = (inside - top_n1 + SHIFT).exp()
-    mass_NC = columns.sum(mass_nV.index_select(0, row_N))
-    logits_NC = mass_NC.clamp(min=tiny).log()
+    top_n1 = x.masked_fill(columns.none_X, -torch.inf).amax(-1, keepdim=True).clamp(min=lowest.min)
+    mass_NC = columns.sum(lifted_masses(x, top_n1, columns).index_select(0, row_N))
+    logits_NC = mass_NC.clamp(min=lowest.tiny).log()
     value_N, of_cells = divergence.value_and_gradient(
         logits_NC, translation.log_target(translation.normalized(cell_NC)))
     scaled_N = divergence.temperature**2 * weight_N
@@ -281,15 +289,33 @@ def write_roots(
         in_cell_N = logits_NC.gather(1, cell_N[:, None])[:, 0] - SHIFT
         logit_N = (x - top_n1).index_select(0, row_N).gather(1, next_N[:, None])[:, 0]
         value_N = value_N + text_N * (in_cell_N - logit_N)
-    per_mass = torch.where(mass_NC > tiny, of_cells / mass_NC, 0.0)
-    per_token = per_mass.index_select(0, root_n.clamp(min=0)).index_select(1, columns.of_X)
-    is_inside = (root_n >= 0)[:, None] & ~columns.none_X
-    of_nodes = torch.where(is_inside, mass_nV * per_token, 0.0)
+    slope_NC = torch.where(mass_NC > lowest.tiny, of_cells / mass_NC, 0.0)
+    return RootSlopes(value_N.sum(), slope_NC, top_n1)
+
+
+def write_rows(x_nV, factors, columns, *, slopes, small, roots, label_n, has_text):
+    """Write the gradient of the roots, the text and the rests of rows over x.
+
+    Args:
+        x_nV: the student's logits.
+        factors: (2 or more,) of cross-entropy and translation in the gradient.
+        columns: `losses.Columns` of the student's cells.
+        slopes, small: RootSlopes, SmallNodes.
+        roots: `nodes.Roots`.
+    Returns:
+        (WrittenSums, logsumexp of every row (n,)).
+    """
+    x = at_least_float32(x_nV)
+    numbers = torch.arange(len(roots.row_S), device=x.device)
+    root_n = torch.full_like(label_n, -1).index_copy(0, roots.row_S, numbers)
+    per_mass = slopes.slope_NC.index_select(0, root_n.clamp(min=0)).index_select(1, columns.of_X)
+    has_cell = (root_n >= 0)[:, None] & ~columns.none_X
+    of_roots = torch.where(has_cell, lifted_masses(x, slopes.top_n1, columns) * per_mass, 0.0)
     slope_n1 = small.slope_n[:, None]
     of_rests = torch.where(slope_n1 != 0, slope_n1 * (x - small.rest_n[:, None]).exp(), 0.0)
     ce_n, correct_n, of_text, total_n = text_and_gradient(x, label_n, has_text)
-    x_nV.copy_(factors[0] * of_text + factors[1] * (of_nodes + of_rests))
-    return WrittenSums(ce_n.sum(), value_N.sum() + small.kd, correct_n.sum()), total_n
+    x_nV.copy_(factors[0] * of_text + factors[1] * (of_roots + of_rests))
+    return WrittenSums(ce_n.sum(), slopes.kd + small.kd, correct_n.sum()), total_n
 
 
 def linked_weight(weight_N, roots, columns):
@@ -345,10 +371,12 @@ class TranslationGradient:
         small = self.compiler(small_nodes)(
             student_nV, teacher_mW, teacher, weight_n, nodes, columns_V,
             divergence=self.divergence, is_alone=is_alone)
-        sums, total_n = self.compiler(write_roots)(
-            student_nV, cell_NC, factors, columns_V, small=small, label_n=label_n,
-            roots=nodes.roots, weight_n=weight_n, divergence=self.divergence, has_text=has_text,
-            is_alone=is_alone)
+        slopes = self.compiler(of_roots)(
+            student_nV, cell_NC, columns_V, roots=nodes.roots, weight_n=weight_n,
+            divergence=self.divergence, is_alone=is_alone)
+        sums, total_n = self.compiler(write_rows)(
+            student_nV, factors, columns_V, slopes=slopes, small=small, roots=nodes.roots,
+            label_n=label_n, has_text=has_text)
         insides = nodes.insides
         if len(insides.token_G):
             row_X = insides.row_S[insides.cells.nodes.of_E]
