@@ -304,22 +304,24 @@ def logp_of_others(x_nX, logs, first_C, others, temperature):
     return log_means(x, logs, first_C).index_select(1, others)
 
 
-def write_common(
-    x_nV, y_mW, factors, *, logs, others, largest, chunks, vocabularies, weight_n, label_n,
-    temperature, reverse, has_text
+def common_slopes(
+    x_nV, y_mW, *, logs, others, largest, chunks, vocabularies, weight_n, temperature, reverse
 ):
-    """Write the gradient of `losses.gold`, and of the text, over x; return the WrittenSums.
+    """Compare the chunks as `losses.gold` does.
 
     Args:
         logs: RowLogs of the student and of the teacher.
         others: see `logp_of_others`, of both.
         largest: (log-probabilities (C, k) of the student's likeliest other tokens, their numbers
             among these, those of the teacher's), in falling order.
+    Returns:
+        (weighted sum (), its derivatives (C, V) by the logarithms of the student's means, of how
+        many chunks both models find the same common token the likeliest ()).
     """
     x, y = [at_least_float32(logits) / temperature for logits in (x_nV, y_mW)]
     logp_CV = log_means(x, logs[0], chunks.first_S)
     logq_CW = log_means(y, logs[1], chunks.first_T)
-    weight_C = weight_n.index_select(0, chunks.first_S)
+    weight_C = temperature**2 * weight_n.index_select(0, chunks.first_S)
     gap_Ck = largest[0].exp() - largest[2].exp()
     sign_CU = torch.zeros_like(others[0]).scatter(1, largest[1], gap_Ck.sign())
     # the bucket of all others
@@ -336,23 +338,36 @@ def write_common(
     of_others = slope_C[:, None] * (logp_CV - bucket_C[:, None]).exp()
     number_V = vocabularies.other_V.clamp(min=0)
     of_others = of_others + logp_CV.exp() * sign_CU.index_select(1, number_V)
-    slope_CV = torch.where(is_common, slope_CV, of_others)
-    # its rows
-    numbers = torch.arange(len(weight_C), device=weight_C.device)
+    slope_CV = weight_C[:, None] * torch.where(is_common, slope_CV, of_others)
+    agreed = (likely[0] == likely[1]).sum(dtype=torch.float32)
+    return (weight_C * value_C).sum(), slope_CV, agreed
+
+
+def write_means(
+    x_nV, factors, *, slope_CV, logs, chunks, label_n, temperature, has_text
+):
+    """Write the gradient of what depends on `log_means`, and of the text, over x.
+
+    Args:
+        slope_CV: the derivatives by these logarithms; logs: RowLogs of x.
+    Returns:
+        (sum of the cross-entropy (), how many labels are the likeliest ()).
+    """
+    x = at_least_float32(x_nV) / temperature
+    logp_CV = log_means(x, logs, chunks.first_S)
+    numbers = torch.arange(len(slope_CV), device=x.device)
     chunk_n = torch.full_like(label_n, -1).index_copy(0, chunks.row_S, numbers[chunks.of_S])
     has_chunk_n1 = (chunk_n >= 0)[:, None]
     chunk_n = chunk_n.clamp(min=0)
-    logp_nV = (x - logs[0].total_n[:, None]).clamp(min=FLOOR)
+    logp_nV = (x - logs.total_n[:, None]).clamp(min=FLOOR)
     to_row = (logp_nV - logp_CV.index_select(0, chunk_n)).exp().masked_fill(logp_nV <= FLOOR, 0.0)
     d_nV = slope_CV.index_select(0, chunk_n) * to_row
     d_nV = d_nV - logp_nV.exp() * d_nV.sum(-1, keepdim=True)
-    scale_n = temperature * (weight_C / chunks.count_S)[chunk_n]
+    scale_n = 1 / (temperature * chunks.count_S[chunk_n])
     d_nV = torch.where(has_chunk_n1, scale_n[:, None] * d_nV, 0.0)
-    agreed = (likely[0] == likely[1]).sum(dtype=torch.float32)
     ce_n, correct_n, of_text, _ = text_and_gradient(at_least_float32(x_nV), label_n, has_text)
-    kd = temperature**2 * (weight_C * value_C).sum()
     x_nV.copy_(factors[0] * of_text + factors[1] * d_nV)
-    return WrittenSums(ce_n.sum(), kd, correct_n.sum(), agreed)
+    return ce_n.sum(), correct_n.sum()
 
 
 def kl_and_slope(logp, logq, reverse):
@@ -395,11 +410,14 @@ class GoldGradient:
                 logits, logs[-1], first_C, ids, self.temperature))
         num_compared = min(self.uncommon_topk, *[log.shape[1] for log in others])
         largest = *others[0].topk(num_compared), others[1].topk(num_compared).values
-        return self.compiler(write_common)(
-            student_nV, teacher_mW, factors, logs=logs, others=others, largest=largest,
-            chunks=chunks, vocabularies=self.vocabularies,
-            weight_n=weights_of(sub_tile, student_nV), label_n=sub_tile.student_labels,
-            temperature=self.temperature, reverse=self.reverse, has_text=has_text)
+        kd, slope_CV, agreed = self.compiler(common_slopes)(
+            student_nV, teacher_mW, logs=logs, others=others, largest=largest, chunks=chunks,
+            vocabularies=self.vocabularies, weight_n=weights_of(sub_tile, student_nV),
+            temperature=self.temperature, reverse=self.reverse)
+        ce, correct = self.compiler(write_means)(
+            student_nV, factors, slope_CV=slope_CV, logs=logs[0], chunks=chunks,
+            label_n=sub_tile.student_labels, temperature=self.temperature, has_text=has_text)
+        return WrittenSums(ce, kd, correct, agreed)
 
 
 # --- projections ----------------------------------------------------------------------------------
