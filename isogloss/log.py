@@ -26,7 +26,6 @@ from isogloss.flags.model_names import read_model_name, without_secrets
 from isogloss.flags.parse import line_about
 from isogloss.flags.terminal import harmless, one_line, unguarded
 from isogloss.job.files import write_atomically
-from isogloss.job.monitors import log_by_own_steps
 from isogloss.job.watch import print_line
 from isogloss.projection_tools.tokenizers import reason_of
 
@@ -187,7 +186,9 @@ class Log:
         self._start_files(cfg, start_step, ds_config)
         self.bar = progress_bar(cfg.steps, start_step)
         self.monitor = monitor if monitor and monitor.enabled else None
-        if self.monitor:
+        if self.monitor and self.monitor.wandb_monitor:
+            from isogloss.job.wandb_steps import log_by_own_steps
+
             log_by_own_steps(self.monitor)
 
     @noting_failure

@@ -40,9 +40,9 @@ def fail(error, *_, **__):
 
 def failing_at(place, failing, error, rank):
     """Let one rank fail where it calls a function "module.name"; see `fail`."""
-    from isogloss.job import watch
+    from isogloss.job import peers
 
-    watch.REFUSAL_GRACE = 1.0
+    peers.REFUSAL_GRACE = 1.0
     module, _, name = place.rpartition(".")
     if rank == failing:
         setattr(import_module(module), name, partial(fail, error))
@@ -216,12 +216,12 @@ def beside_a_stranger():
     """Return what a rank hears of while someone writes to the store who has no secret."""
     import torch.distributed as dist
 
-    from isogloss.job import watch
+    from isogloss.job import peers, watch
     from isogloss.job.launch import join_store
     from isogloss.job.rendezvous import gather_values, part, read_value, value_there
 
     rank = int(os.environ["RANK"])
-    watch.REFUSAL_GRACE = PATIENCE  # of ranks that hear why the job ends
+    peers.REFUSAL_GRACE = PATIENCE  # of ranks that hear why the job ends
     join_store()
     with watch.end_together() as this:
         endings = []
@@ -328,10 +328,10 @@ def test_a_token_that_can_be_guessed_is_refused(tmp_path):
 
 
 def test_only_a_private_file_of_this_user_holds_a_secret(tmp_path, monkeypatch):
-    from isogloss.job import rendezvous, secret
+    from isogloss.job import secret
 
     monkeypatch.setenv("RANK", "1")
-    good = rendezvous.MAGIC + b"s" * 32
+    good = secret.MAGIC + b"s" * 32
     path = tmp_path / "secret"
     for content, mode in ((good, 0o640), (good, 0o604), (good[:-1], 0o600), (good + b"s", 0o600),
                           (b"x" + good[1:], 0o600)):

@@ -27,6 +27,7 @@ from isogloss.data.sample import (
     encode_text,
     pair_texts,
 )
+from isogloss.data.text_keys import read_by_teachers
 from isogloss.doors import door
 from isogloss.rollout import Completion, uniform
 
@@ -212,7 +213,7 @@ class Prompter:
             messages = taught = None
         else:
             messages = messages_before_rollout(content, whole)
-            taught, _ = example._replace(content=messages).for_teachers()
+            taught, _ = read_by_teachers(example._replace(content=messages))
             ids, text, located = chat_prompt(messages, self.encoder, example.tools)
         # n positions predict n tokens, of which the first is not predicted
         room = self.encoder.max_length + 1 - len(ids)

@@ -58,7 +58,7 @@ def start_distributed(roles=None):
     """Join the process group of this rank's world, a group of one without a launcher.
 
     Args:
-        roles: `layout.Roles` where teachers have ranks, and so a world, of their own.
+        roles: `roles.Roles` where teachers have ranks, and so a world, of their own.
 
     Returns:
         torch.device of this rank.
@@ -140,7 +140,7 @@ def fail_together(roles=None, what="checks"):
     `watch.end_together`, which ends all ranks when one raises anything else.  All ranks take part.
 
     Args:
-        roles: `layout.Roles` where teachers have ranks of their own, which then take part too.
+        roles: `roles.Roles` where teachers have ranks of their own, which then take part too.
         what: name of this block; no other block may have it.
     """
     watch = current_watch()

@@ -13,7 +13,6 @@ Tests: tests/test_launch.py.
 
 import contextlib
 import errno
-import hashlib
 import hmac
 import itertools
 import json
@@ -38,9 +37,7 @@ TRAINING_TIMEOUT = timedelta(minutes=30)  # rank 0 may write a large export to a
 READING_TIMEOUT = timedelta(seconds=10)  # for a value that is there already
 
 TOKEN_VARIABLE = "ISOGLOSS_TOKEN"
-LEAST_TOKEN = 16  # characters
 SECRET_BYTES = 32
-MAGIC = b"secret of a job of isogloss\n"  # no other file is taken for one that holds a secret
 
 _store = None  # of the whole job; made once in a process
 _secret = secrets.token_bytes(SECRET_BYTES)  # until this process joins a job
@@ -60,7 +57,11 @@ def job_store():
     global _store, _secret
     if _store is None:
         store = _agents_store() or _own_store()
-        _secret = _secret_of_job(store)
+        token = os.environ.get(TOKEN_VARIABLE, "")
+        if token or int(os.environ["WORLD_SIZE"]) > 1:  # else nobody has to know it
+            from isogloss.job.secret import secret_of_job
+
+            _secret = secret_of_job(store, token)
         _store = store
     return _store
 
@@ -128,66 +129,6 @@ def run_store(store):
     All of them have to call this equally often.
     """
     return dist.PrefixStore(f"run {next(_runs)}", store)
-
-
-# --- the secret of a job --------------------------------------------------------------------------
-
-
-def _secret_of_job(store):
-    """Return the secret that the environment gives all ranks, or that rank 0 draws.
-
-    Raises:
-        ValueError: the environments of the ranks give different ones; on all ranks.
-    """
-    rank = int(os.environ["RANK"])
-    ranks = int(os.environ["WORLD_SIZE"])
-    token = os.environ.get(TOKEN_VARIABLE, "")
-    # which tells nothing of a token that cannot be guessed
-    proof = hashlib.sha256(f"isogloss {token}".encode(errors="surrogateescape")).digest()
-    store.set(f"token of {rank}", proof)
-    keys = [f"token of {other}" for other in range(ranks)]
-    store.wait(keys)
-    proofs = store.multi_get(keys)
-    others = [other for other in range(ranks) if proofs[other] != proofs[0]]
-    if others:
-        part(store, "tokens", rank, ranks)
-        raise ValueError(f"the variable {TOKEN_VARIABLE} is another one for rank {others[0]} than "
-                         "for rank 0; set the same on every node, or none")
-    if token and len(token) < LEAST_TOKEN:
-        raise ValueError(f"the variable {TOKEN_VARIABLE} has {len(token)} characters; expected "
-                         f"{LEAST_TOKEN} or more that nobody can guess, the same on every node")
-    if token:
-        return hashlib.sha256(token.encode(errors="surrogateescape")).digest()
-    return _drawn_secret(store, rank, ranks)
-
-
-def _drawn_secret(store, rank, ranks):
-    """Return the secret that rank 0 draws, and lays where the ranks of this user can read it."""
-    per_node = os.environ.get("LOCAL_SIZE") or os.environ.get("LOCAL_WORLD_SIZE") or ranks
-    on_one_node = int(per_node) == ranks
-    if rank == 0:
-        secret = secrets.token_bytes(SECRET_BYTES)
-        if on_one_node:
-            store.set("secret", _in_memory(secret))
-        else:
-            from isogloss.job.secret import lay_out
-
-            lay_out(store, secret, ranks)
-        return secret
-    from isogloss.job.secret import take
-
-    return take(store, rank, on_one_node)
-
-
-def _in_memory(secret):
-    """Keep a secret in memory that processes of this user can open; return its path.
-
-    As in ipc.py it has no name, and is gone with this process.
-    """
-    descriptor = os.memfd_create("isogloss_secret")
-    os.fchmod(descriptor, 0o600)
-    os.write(descriptor, MAGIC + secret)
-    return f"/proc/{os.getpid()}/fd/{descriptor}"
 
 
 # --- plain values ---------------------------------------------------------------------------------
