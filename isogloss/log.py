@@ -5,7 +5,6 @@ import functools
 import hashlib
 import json
 import math
-import operator
 import os
 import platform
 import subprocess
@@ -197,7 +196,7 @@ class Log:
         folder.mkdir(parents=True, exist_ok=True)
         for path in (folder / name for name in LOGS):
             if path == self.path or path.exists():
-                lines = lines_until(path, start_step)
+                lines = kept_lines(path, start_step)
                 write_atomically(path, "".join(lines))
                 if path == self.path and lines:
                     self._note_first(**json.loads(lines[0]))
@@ -339,31 +338,13 @@ def finite_or_none(value):
     return value if value is not None and math.isfinite(value) else None
 
 
-def lines_until(path, start_step):
-    """Return the lines of a log up to a step.
-
-    Raises:
-        ValueError: it holds a line that no run has written, which would be lost.
-    """
-    if not (start_step and path.exists()):
+def kept_lines(path, start_step):
+    """Return the lines of an earlier start of the run, as `lines_until` does."""
+    if not start_step:
         return []
-    try:
-        *lines, half = path.read_text(encoding="utf-8").split("\n")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"{path}: cannot be read ({reason_of(error)}); repair it, or move it "
-                         "away") from None
-    kept = []
-    for number, line in enumerate([*lines, half], 1):
-        try:
-            is_kept = operator.index(json.loads(line)["step"]) <= start_step
-        except (ValueError, TypeError, KeyError, RecursionError):
-            if number > len(lines):  # what a killed process may leave
-                break
-            raise ValueError(f"{path}: line {number} is no line of a run; repair it, or move the "
-                             "file away") from None
-        if is_kept:
-            kept.append(line + "\n")
-    return kept
+    from isogloss.checkpoints.resume import lines_until
+
+    return lines_until(path, start_step)
 
 
 def check_logs(output_dir, start_step):
@@ -373,7 +354,7 @@ def check_logs(output_dir, start_step):
         if path.exists() and not path.is_file():
             raise ValueError(f"--output_dir {output_dir}: {name} is no file there; name another "
                              "directory")
-        lines_until(path, start_step)
+        kept_lines(path, start_step)
 
 
 def run_record(cfg, start_step, ds_config):
