@@ -95,8 +95,6 @@ DOORS: dict[str, Door] = {
                           ("data.kinds.several_files",)),
     "other_columns": Door("--route_key, --weight_key, --prompt_key, --teacher_prompt_key",
                           "Columns beside the text.", ("data.kinds.other_columns",)),
-    "eval_rows": Door("--eval_data, --eval_split", "Held-out rows of their own.",
-                      ("data.kinds.eval_rows",)),
     "mixed": Door("--data that is a list", "Several data sets with weights.",
                   ("data.kinds.mixed",)),
     "faults": Door("data that cannot be read", "Why, in a line.", ("data.kinds.faults",)),
