@@ -167,7 +167,7 @@ DOORS: dict[str, Door] = {
 # two tokenizers, which spelling.py makes, are on disk from the second run on.
 TOOLS = (
     "align_dp", "spelling", "rollout", "policy_losses", "data.term_weights", "data.text_keys",
-    "flags.lists", "flags.tool", "job.ipc", "job.sequence_group", "job.trial",
+    "flags.lists", "flags.tool", "job.ipc", "job.sequence_group", "job.trial", "job.values",
     "projection_tools.args", "projection_tools.save", "models.adapter_parts",
     "student.whole_student", "teachers.group", "teachers.mixing", "teachers.text_scores",
 )

@@ -218,7 +218,7 @@ def beside_a_stranger():
 
     from isogloss.job import peers, watch
     from isogloss.job.launch import join_store
-    from isogloss.job.rendezvous import gather_values, part, read_value, value_there
+    from isogloss.job.values import gather_values, part, read_value, value_there
 
     rank = int(os.environ["RANK"])
     peers.REFUSAL_GRACE = PATIENCE  # of ranks that hear why the job ends
@@ -282,17 +282,17 @@ def test_a_line_holds_nothing_that_a_terminal_obeys(capsys):
 
 
 def secret_of(environment, folder):
-    from isogloss.job import rendezvous
+    from isogloss.job import rendezvous, values
 
     os.environ |= environment
     os.chdir(folder)
-    rendezvous.READING_TIMEOUT = timedelta(seconds=1)
+    values.READING_TIMEOUT = timedelta(seconds=1)
     try:
         store = rendezvous.job_store()
         rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-        rendezvous.gather_values(store, "met", None, rank, size)
-        rendezvous.part(store, "met", rank, size)
-        return rendezvous._secret.hex()
+        values.gather_values(store, "met", None, rank, size)
+        values.part(store, "met", rank, size)
+        return values.secret.hex()
     except (ValueError, SystemExit) as error:
         return str(error)
 
@@ -404,7 +404,7 @@ def test_the_store_listens_on_the_masters_address(monkeypatch, nodes, address):
 def leave_first_or_read_on():
     """Rank 0, which serves the store, has nothing more to do; rank 1 reads there for a while."""
     from isogloss.job.launch import start_distributed
-    from isogloss.job.rendezvous import value_there
+    from isogloss.job.values import value_there
     from isogloss.job.watch import end_together
 
     with end_together() as watch:

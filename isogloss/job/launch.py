@@ -151,11 +151,10 @@ def fail_together(roles=None, what="checks"):
         message = str(error) or type(error).__name__
         # for ranks that wait inside the block for this one
         watch.post_failure(message, 2)
-    number, count = place_in_job(roles)
-    messages = rendezvous.gather_values(watch.store, what, message, number, count)
-    for message_of_rank in messages:
+    for message_of_rank in watch.gather(what, message, roles):
         if message_of_rank:
-            rendezvous.part(watch.store, what, number, count)
+            watch.leave(what, roles)
+            number, _ = place_in_job(roles)
             fail(message_of_rank, loud=number == 0)
 
 

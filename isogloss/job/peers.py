@@ -17,9 +17,10 @@ from typing import NamedTuple
 
 import torch.distributed as dist
 
-from isogloss.job import rendezvous
+from isogloss.job import values
 from isogloss.job.layout import place_in_job
 from isogloss.job.processes import is_running
+from isogloss.job.rendezvous import job_store
 from isogloss.job.watch import PERIOD, print_line
 
 # Seconds for a rank to end by itself, when its collectives fail or all ranks refuse an input.  Not
@@ -81,8 +82,8 @@ class Watch:
         name = f"{prefix}rank {os.environ['RANK']}"
         self.this = Peer(self.number, name, node_name(), os.getpid())
         self.training = False
-        self.store = rendezvous.run_store(rendezvous.job_store())
-        peers = rendezvous.gather_values(
+        self.store = values.run_store(job_store())
+        peers = values.gather_values(
             self.store, "processes", self.this, self.number, self.count)
         self.peers = []
         for peer in [Peer(*fields) for fields in peers]:
@@ -96,12 +97,20 @@ class Watch:
         self.thread = threading.Thread(target=self._look, daemon=True)
         self.thread.start()
 
+    def gather(self, what, value, roles):
+        """Return the values of all ranks of a block; see `launch.fail_together`."""
+        return values.gather_values(self.store, what, value, *place_in_job(roles))
+
+    def leave(self, what, roles):
+        """Leave such a block for good, together."""
+        values.part(self.store, what, *place_in_job(roles))
+
     def stop(self):
         """End the thread: this rank ends as the others expect."""
         self.end.set()
         self.thread.join()
         with contextlib.suppress(dist.DistError):
-            rendezvous.write_value(self.store, f"{self.number} ended", True)
+            values.write_value(self.store, f"{self.number} ended", True)
 
     def wait_for_others(self):
         """Wait until the others have ended, or died: this rank may serve the store that they read.
@@ -133,7 +142,7 @@ class Watch:
         if self.heard:  # the rank that reported it may be gone by now, and the store with it
             return self.heard
         try:
-            failure = rendezvous.value_there(self.thread_store, "failure")
+            failure = values.value_there(self.thread_store, "failure")
             if failure:
                 return self._ending_by(failure)
             dead = self._dead_peers()
@@ -169,7 +178,7 @@ class Watch:
         for peer in self.peers:
             if is_running(peer.process):
                 continue
-            if not rendezvous.value_there(self.thread_store, f"{peer.number} ended"):
+            if not values.value_there(self.thread_store, f"{peer.number} ended"):
                 dead.append(peer)
         return dead
 
@@ -204,9 +213,9 @@ class Watch:
             said: the line has been printed; else the first rank of the job prints it.
         """
         assert code, line
-        if not rendezvous.value_there(self.thread_store, "failure"):
+        if not values.value_there(self.thread_store, "failure"):
             failure = {"line": line, "code": code, "said": said}
-            rendezvous.write_value(self.thread_store, "failure", failure)
+            values.write_value(self.thread_store, "failure", failure)
 
     def explain(self, error):
         """End with the reason if another rank is why this one fails; else tell the others.

@@ -8,7 +8,8 @@ from typing import NamedTuple
 
 import torch.distributed as dist
 
-from isogloss.job.rendezvous import job_store, read_value, write_value
+from isogloss.job.rendezvous import job_store
+from isogloss.job.values import read_value, write_value
 
 
 class Roles(NamedTuple):

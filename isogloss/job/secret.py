@@ -13,13 +13,20 @@ import socket
 import stat
 import time
 
-from isogloss.job.rendezvous import READING_TIMEOUT, SECRET_BYTES, TOKEN_VARIABLE, part
+from isogloss.job import values
+from isogloss.job.rendezvous import TOKEN_VARIABLE
+from isogloss.job.values import READING_TIMEOUT, SECRET_BYTES, part
 
 LEAST_TOKEN = 16  # characters
 MAGIC = b"secret of a job of isogloss\n"  # no other file is taken for one that holds a secret
 
 
-def secret_of_job(store, token):
+def agree(store):
+    """Sign from now on with the secret of the job; all of its ranks take part."""
+    values.secret = _secret_of_job(store, os.environ.get(TOKEN_VARIABLE, ""))
+
+
+def _secret_of_job(store, token):
     """Return the secret that the environment gives all ranks, or that rank 0 draws.
 
     Args:

@@ -19,7 +19,6 @@ from tqdm import tqdm
 
 from isogloss.doors import door
 from isogloss.flags.parse import is_first_rank, line_about
-from isogloss.job import rendezvous
 from isogloss.job.counts import global_sums
 from isogloss.job.layout import place_in_job
 from isogloss.job.processes import is_running
@@ -168,10 +167,10 @@ def end_with_launchers():
 class Alone:
     """Stand for the `peers.Watch` of a rank that has no other one beside it."""
 
-    def __init__(self):
-        self.number = 0
-        self.training = False
-        self.store = rendezvous.run_store(rendezvous.job_store())
+    training = False
+
+    def gather(self, what, value, roles):
+        return [value]
 
     def announce(self, line, code, said):
         return True
@@ -179,7 +178,7 @@ class Alone:
     def do_nothing(self, *_, **__):
         """Nobody has to hear, and nobody can have ended."""
 
-    post_failure = explain = say_who_died = stop = wait_for_others = do_nothing
+    post_failure = explain = say_who_died = leave = stop = wait_for_others = do_nothing
 
 
 _current = None  # the Watch, or Alone, of the run of main that is under way
