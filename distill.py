@@ -281,7 +281,9 @@ def loss_terms(state, batch, parts, weights):
     for part, weight in zip(parts, weights.kd):
         part.weight = weight
     if len(parts) > 1 and state.cfg.teacher_weights != "fixed":
-        door("confidence").weigh_by_confidence(parts, select=state.cfg.teacher_weights == "select")
+        from isogloss.teachers.confidence import weigh_by_confidence
+
+        weigh_by_confidence(parts, select=state.cfg.teacher_weights == "select")
     parts = parts or [Part(batch=batch.student)]  # the text alone
     parts[0].ce_weight = weights.ce
     return LossTerms(parts, state.sequence_group, state.engine.module.loss_parameters(),

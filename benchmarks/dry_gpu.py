@@ -56,13 +56,13 @@ from benchmarks.loss import as_list
 from isogloss import distill, losses as formulas, rollout, targets, translation
 from isogloss.config import configs_by_teacher
 from isogloss.data.batch import Collator, PairOptions
-from isogloss.doors import door
 from isogloss.inputs import automatic_mib, load_text_encoder, plan_teachers
 from isogloss.job.columns import put_together, take_apart
 from isogloss.objective import loss_table
 from isogloss.objective.loss_table import LOSSES
 from isogloss.objective.objective import LossTerms, Part
 from isogloss.student.engine import StudentWithLoss
+from isogloss.teachers.confidence import weigh_by_confidence
 from isogloss.teachers.engines.whole import ModelTeacher, WholeModel
 from isogloss.tile_plan import GPU_SUB_TILES
 from isogloss.tiles import Head, head_of, tiled_loss, tiled_losses
@@ -383,7 +383,7 @@ def launches_of(cfg, student, setups, batch, watch):
         part.weight = 0.7
     parts[0].ce_weight = 0.3
     if cfg.teacher_weights != "fixed":
-        door("confidence").weigh_by_confidence(parts, select=cfg.teacher_weights == "select")
+        weigh_by_confidence(parts, select=cfg.teacher_weights == "select")
     terms = LossTerms(parts, parameters=student.loss_parameters())
     launches = {"teachers": watch.launches}
     reduce = terms.reduce

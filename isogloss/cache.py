@@ -22,7 +22,7 @@ from functools import partial
 from pathlib import Path
 
 from isogloss.command import tool
-from isogloss.data.text_keys import key_of, keys_of
+from isogloss.data.options.text_keys import key_of, keys_of
 
 if __name__ == "__main__":  # flags come before torch is imported
     raise SystemExit(tool("cache"))

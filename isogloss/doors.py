@@ -38,8 +38,8 @@ class Door(NamedTuple):
 DOORS: dict[str, Door] = {
     "help": Door("--help", "What every flag means.", ("flags.help",)),
     "secret": Door("several ranks, or ISOGLOSS_TOKEN", "The secret that they have in common.",
-                   ("job.secret",)),
-    "peers": Door("several ranks", "That another one has failed or died.", ("job.peers",)),
+                   ("job.several.secret",)),
+    "peers": Door("several ranks", "That another one has failed or died.", ("job.several.peers",)),
     "wandb": Door("wandb in the ds_config", "The steps of its curves.", ("job.wandb_steps",)),
     "plugins": Door("--plugin", "Losses and teachers of the user's own.", ("flags.plugins",)),
     "flag_file": Door("--config", "Flags from a YAML file.", ("flags.yaml_file",)),
@@ -78,7 +78,7 @@ DOORS: dict[str, Door] = {
                      ("student.pipeline", "student.stages"),
                      lambda cfg: cfg.pipeline_parallel > 1, checks="student.stages"),
     # the data
-    "packing": Door("--pack", "Several texts in a row.", ("student.packing", "data.packed"),
+    "packing": Door("--pack", "Several texts in a row.", ("student.packing", "data.options.packed"),
                     lambda cfg: cfg.pack, prepares="student.packing"),
     "streaming": Door("--streaming, --join_rows", "Rows that can only be read forward.",
                       ("data.stream",)),
@@ -124,7 +124,7 @@ DOORS: dict[str, Door] = {
     "offload": Door("--teacher_offload", "A teacher's weights in the memory of the host.",
                     ("teachers.engines.offload",)),
     "teacher_ranks": Door("--teacher_ranks", "Teachers on ranks of their own.",
-                          ("teachers.remote", "job.roles")),
+                          ("teachers.remote", "job.several.roles")),
     "cache": Door("--teacher_cache", "What a teacher said of the texts, in files.",
                   ("teachers.cached", "teachers.cache_files", "teachers.cache_checks",
                    "teachers.kept_tokens", "teachers.packed_rows")),
@@ -134,8 +134,6 @@ DOORS: dict[str, Door] = {
                           ("objective.scales",), lambda cfg: cfg.dynamic_scale,
                           prepares="objective.scales"),
     "several": Door("--teachers", "A Config for each of its entries.", ("several_teachers",)),
-    "confidence": Door("--teacher_weights ce or select, --on_policy",
-                       "How sure a teacher is of a sample.", ("teachers.confidence",)),
     "ensemble": Door("--teacher_weights mean_p", "The mean of several teachers.",
                      ("teachers.ensemble",)),
     # the student writes
@@ -166,10 +164,12 @@ DOORS: dict[str, Door] = {
 # What several doors use and the hall does not: they know the hall, and one another.  The tables of
 # two tokenizers, which spelling.py makes, are on disk from the second run on.
 TOOLS = (
-    "align_dp", "spelling", "rollout", "policy_losses", "data.term_weights", "data.text_keys",
-    "flags.lists", "flags.tool", "job.ipc", "job.sequence_group", "job.trial", "job.values",
+    "align_dp", "spelling", "rollout", "policy_losses",
+    "data.options.term_weights", "data.options.text_keys",
+    "flags.lists", "flags.tool", "job.ipc", "job.sequence_group", "job.trial", "job.several.values",
     "projection_tools.args", "projection_tools.save", "models.adapter_parts",
-    "student.whole_student", "teachers.group", "teachers.mixing", "teachers.text_scores",
+    "student.whole_student",
+    "teachers.confidence", "teachers.group", "teachers.mixing", "teachers.text_scores",
 )
 
 

@@ -10,9 +10,9 @@ import torch
 
 from isogloss.data.batch import Collator, PairOptions
 from isogloss.data.batch_types import Example
-from isogloss.data.packed import pack_rows
+from isogloss.data.options.packed import pack_rows
+from isogloss.data.options.term_weights import weigh_positions
 from isogloss.data.sample import TextEncoder
-from isogloss.data.term_weights import weigh_positions
 from isogloss.job.counts import Counts, PairCounts
 from isogloss.job.sequence_group import document_spans
 from isogloss.losses import find_chunks

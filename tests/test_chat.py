@@ -14,9 +14,9 @@ from conftest import asset
 from isogloss.align import TokenTable
 from isogloss.data.batch import Collator, PairOptions
 from isogloss.data.chat import common_regions, encode_chat, pair_chats, render
+from isogloss.data.options.text_keys import key_of
 from isogloss.data.order import ExampleReader, check_learned
 from isogloss.data.sample import TextEncoder
-from isogloss.data.text_keys import key_of
 from isogloss.data.turns import SkippedChat
 from isogloss.errors import DataError
 from isogloss.translation import translated

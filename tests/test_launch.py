@@ -40,7 +40,7 @@ def fail(error, *_, **__):
 
 def failing_at(place, failing, error, rank):
     """Let one rank fail where it calls a function "module.name"; see `fail`."""
-    from isogloss.job import peers
+    from isogloss.job.several import peers
 
     peers.REFUSAL_GRACE = 1.0
     module, _, name = place.rpartition(".")
@@ -216,9 +216,10 @@ def beside_a_stranger():
     """Return what a rank hears of while someone writes to the store who has no secret."""
     import torch.distributed as dist
 
-    from isogloss.job import peers, watch
+    from isogloss.job import watch
     from isogloss.job.launch import join_store
-    from isogloss.job.values import gather_values, part, read_value, value_there
+    from isogloss.job.several import peers
+    from isogloss.job.several.values import gather_values, part, read_value, value_there
 
     rank = int(os.environ["RANK"])
     peers.REFUSAL_GRACE = PATIENCE  # of ranks that hear why the job ends
@@ -282,7 +283,8 @@ def test_a_line_holds_nothing_that_a_terminal_obeys(capsys):
 
 
 def secret_of(environment, folder):
-    from isogloss.job import rendezvous, values
+    from isogloss.job import rendezvous
+    from isogloss.job.several import values
 
     os.environ |= environment
     os.chdir(folder)
@@ -328,7 +330,7 @@ def test_a_token_that_can_be_guessed_is_refused(tmp_path):
 
 
 def test_only_a_private_file_of_this_user_holds_a_secret(tmp_path, monkeypatch):
-    from isogloss.job import secret
+    from isogloss.job.several import secret
 
     monkeypatch.setenv("RANK", "1")
     good = secret.MAGIC + b"s" * 32
@@ -404,7 +406,7 @@ def test_the_store_listens_on_the_masters_address(monkeypatch, nodes, address):
 def leave_first_or_read_on():
     """Rank 0, which serves the store, has nothing more to do; rank 1 reads there for a while."""
     from isogloss.job.launch import start_distributed
-    from isogloss.job.values import value_there
+    from isogloss.job.several.values import value_there
     from isogloss.job.watch import end_together
 
     with end_together() as watch:

@@ -100,7 +100,7 @@ class Collator:
         samples = self.samples(examples)
         rows = [[number] for number in range(len(samples))]
         if self.pack:
-            from isogloss.data.packed import packed_rows
+            from isogloss.data.options.packed import packed_rows
 
             rows = packed_rows(self, samples)
         student_sides = [sample.student for sample in samples]
@@ -116,7 +116,7 @@ class Collator:
             teacher, pair_counts, labels = self._teacher_batch(
                 pair, pair_samples, student, student_rows)
             if pair.is_cached:
-                from isogloss.data.text_keys import keys_of
+                from isogloss.data.options.text_keys import keys_of
 
                 teacher.keys = keys_of(examples)
             teachers.append(teacher)
@@ -330,7 +330,7 @@ class Collator:
             batch.rollout_positions = positions_by_sample(in_rollout, sample)
         batch.tiles = self._plan_tiles(pair, labels, batch, texts, is_rollout)
         if pair.half_life or pair.weighs_rows:
-            from isogloss.data.term_weights import weigh_terms
+            from isogloss.data.options.term_weights import weigh_terms
 
             batch = weigh_terms(batch, pair, samples, student.labels)
         counts = self._count_pair(pair, samples, batch, student.logp, is_rollout)
@@ -342,7 +342,7 @@ class Collator:
         """Return the positions of packed Rows; None: they count from 0, as models do anyway."""
         if not self.pack:
             return None
-        from isogloss.data.packed import positions_of
+        from isogloss.data.options.packed import positions_of
 
         return positions_of(rows)
 

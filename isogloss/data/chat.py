@@ -19,8 +19,8 @@ from isogloss.align_dp import align_dp, common_spans
 from isogloss.data.chat_rows import EXCLUDING, is_learned, thought_of
 from isogloss.data.ends import turn_ends
 from isogloss.data.open_data import first_rows
+from isogloss.data.options.text_keys import read_by_teachers
 from isogloss.data.sample import EncodedText, Pairing, bytes_of_tokens
-from isogloss.data.text_keys import read_by_teachers
 from isogloss.data.texts import MOST_CHARACTERS, fits
 from isogloss.data.turns import (
     SkippedChat,

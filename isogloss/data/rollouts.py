@@ -18,6 +18,7 @@ import torch
 from isogloss.align import Alignment, Located, locate
 from isogloss.data.batch_types import Example
 from isogloss.data.open_data import first_rows
+from isogloss.data.options.text_keys import read_by_teachers
 from isogloss.data.sample import (
     EncodedText,
     Pairing,
@@ -27,7 +28,6 @@ from isogloss.data.sample import (
     encode_text,
     pair_texts,
 )
-from isogloss.data.text_keys import read_by_teachers
 from isogloss.doors import door
 from isogloss.rollout import Completion, uniform
 

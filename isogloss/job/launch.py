@@ -47,7 +47,7 @@ def join_job(teacher_ranks):
     with refusing(loud=is_first_of_node()):
         roles = None
         if teacher_ranks:
-            from isogloss.job.roles import split_ranks
+            from isogloss.job.several.roles import split_ranks
 
             roles = split_ranks(teacher_ranks)
         join_store()

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from safetensors.torch import load_file
 
 from isogloss.align import fingerprint
-from isogloss.data.text_keys import key_of
+from isogloss.data.options.text_keys import key_of
 from isogloss.errors import DataError
 from isogloss.flags.parse import DATE
 from isogloss.teachers.cache_files import (

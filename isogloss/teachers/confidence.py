@@ -5,7 +5,7 @@ Tests: tests/test_batch.py, tests/test_on_policy.py.
 
 import torch
 
-from isogloss.data.term_weights import weigh_positions
+from isogloss.data.options.term_weights import weigh_positions
 from isogloss.losses import row_sums
 from isogloss.teachers.mixing import teacher_weights, token_scores
 from isogloss.teachers.protocol import BLOCK

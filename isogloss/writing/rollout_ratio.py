@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import torch
 import torch.distributed as dist
 
-from isogloss.data.term_weights import weigh_positions
+from isogloss.data.options.term_weights import weigh_positions
 from isogloss.job.counts import Sums, mean_of
 from isogloss.losses import at_least_float32
 from isogloss.policy_losses import prefix_ratio

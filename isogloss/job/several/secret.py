@@ -13,9 +13,9 @@ import socket
 import stat
 import time
 
-from isogloss.job import values
 from isogloss.job.rendezvous import TOKEN_VARIABLE
-from isogloss.job.values import READING_TIMEOUT, SECRET_BYTES, part
+from isogloss.job.several import values
+from isogloss.job.several.values import READING_TIMEOUT, SECRET_BYTES, part
 
 LEAST_TOKEN = 16  # characters
 MAGIC = b"secret of a job of isogloss\n"  # no other file is taken for one that holds a secret

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch.distributed as dist
 
 from isogloss.job.rendezvous import job_store
-from isogloss.job.values import read_value, write_value
+from isogloss.job.several.values import read_value, write_value
 
 
 class Roles(NamedTuple):

@@ -9,18 +9,16 @@ Tests: tests/test_launch.py.
 
 import contextlib
 import os
-import platform
 import threading
 import time
-from pathlib import Path
 from typing import NamedTuple
 
 import torch.distributed as dist
 
-from isogloss.job import values
 from isogloss.job.layout import place_in_job
-from isogloss.job.processes import is_running
+from isogloss.job.processes import is_running, node_name
 from isogloss.job.rendezvous import job_store
+from isogloss.job.several import values
 from isogloss.job.watch import PERIOD, print_line
 
 # Seconds for a rank to end by itself, when its collectives fail or all ranks refuse an input.  Not
@@ -60,12 +58,6 @@ class Ending(NamedTuple):
     code: int = 1
     at_once: bool = False
     grace: float = GRACE
-
-
-def node_name():
-    """Identify what process ids refer to: the running machine and the container on it."""
-    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    return f"{platform.node()} {boot} {os.readlink('/proc/self/ns/pid')}"
 
 
 class Watch:
