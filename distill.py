@@ -281,7 +281,7 @@ def loss_terms(state, batch, parts, weights):
     for part, weight in zip(parts, weights.kd):
         part.weight = weight
     if len(parts) > 1 and state.cfg.teacher_weights != "fixed":
-        from isogloss.teachers.confidence import weigh_by_confidence
+        from isogloss.teachers.text_scores import weigh_by_confidence
 
         weigh_by_confidence(parts, select=state.cfg.teacher_weights == "select")
     parts = parts or [Part(batch=batch.student)]  # the text alone

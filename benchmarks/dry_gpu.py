@@ -62,8 +62,8 @@ from isogloss.objective import loss_table
 from isogloss.objective.loss_table import LOSSES
 from isogloss.objective.objective import LossTerms, Part
 from isogloss.student.engine import StudentWithLoss
-from isogloss.teachers.confidence import weigh_by_confidence
 from isogloss.teachers.engines.whole import ModelTeacher, WholeModel
+from isogloss.teachers.text_scores import weigh_by_confidence
 from isogloss.tile_plan import GPU_SUB_TILES
 from isogloss.tiles import Head, head_of, tiled_loss, tiled_losses
 

@@ -169,7 +169,7 @@ TOOLS = (
     "flags.lists", "flags.tool", "job.ipc", "job.sequence_group", "job.trial", "job.several.values",
     "projection_tools.args", "projection_tools.save", "models.adapter_parts",
     "student.whole_student",
-    "teachers.confidence", "teachers.group", "teachers.mixing", "teachers.text_scores",
+    "teachers.group", "teachers.mixing", "teachers.text_scores",
 )
 
 

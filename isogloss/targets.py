@@ -136,11 +136,11 @@ def teacher_parts(setup, batches, group=None):
                               setup.loss.is_observed, logits, batch))
     for part in parts:
         if setup.cfg.teacher_weights in ("ce", "select"):
-            from isogloss.teachers.confidence import sample_scores
+            from isogloss.teachers.text_scores import sample_scores
 
             part.confidence = sample_scores(part.teacher_logits, part.batch)
         if part.batch.rollout_positions is not None:
-            from isogloss.teachers.confidence import rollout_nats
+            from isogloss.teachers.text_scores import rollout_nats
 
             part.rollout_nats = rollout_nats(part.teacher_logits, part.batch)
     if parts and setup.keeps_columns:

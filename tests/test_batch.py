@@ -17,7 +17,7 @@ from isogloss.job.counts import Counts, PairCounts
 from isogloss.job.sequence_group import document_spans
 from isogloss.losses import find_chunks
 from isogloss.objective.objective import Part
-from isogloss.teachers.confidence import sample_scores, weigh_by_confidence
+from isogloss.teachers.text_scores import sample_scores, weigh_by_confidence
 from isogloss.tiles import StoredLogits
 from isogloss.translation import translated
 from test_chat import CHAT, collator, with_templates
