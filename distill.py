@@ -39,7 +39,7 @@ from isogloss.job.step_report import StepReport
 from isogloss.job.transfers import Moment, Readback
 from isogloss.log import Log
 from isogloss.objective.objective import LossTerms, Part
-from isogloss.targets import step_parts, teacher_parts, weigh_by_confidence
+from isogloss.targets import step_parts, teacher_parts
 
 # --- main -----------------------------------------------------------------------------------------
 
@@ -281,6 +281,8 @@ def loss_terms(state, batch, parts, weights):
     for part, weight in zip(parts, weights.kd):
         part.weight = weight
     if len(parts) > 1 and state.cfg.teacher_weights != "fixed":
+        from isogloss.teachers.text_scores import weigh_by_confidence
+
         weigh_by_confidence(parts, select=state.cfg.teacher_weights == "select")
     parts = parts or [Part(batch=batch.student)]  # the text alone
     parts[0].ce_weight = weights.ce

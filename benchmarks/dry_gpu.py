@@ -66,6 +66,7 @@ from isogloss.objective.loss_table import LOSSES
 from isogloss.objective.objective import LossTerms, Part
 from isogloss.student.engine import StudentWithLoss
 from isogloss.teachers.engines.whole import ModelTeacher, WholeModel
+from isogloss.teachers.text_scores import weigh_by_confidence
 from isogloss.tile_plan import GPU_SUB_TILES
 from isogloss.tiles import Head, head_of, tiled_loss, tiled_losses
 
@@ -387,7 +388,7 @@ def launches_of(cfg, student, setups, batch, watch):
         part.weight = 0.7
     parts[0].ce_weight = 0.3
     if cfg.teacher_weights != "fixed":
-        targets.weigh_by_confidence(parts, select=cfg.teacher_weights == "select")
+        weigh_by_confidence(parts, select=cfg.teacher_weights == "select")
     terms = LossTerms(parts, parameters=student.loss_parameters())
     launches = {"teachers": watch.launches}
     reduce = terms.reduce

@@ -22,6 +22,7 @@ from functools import partial
 from pathlib import Path
 
 from isogloss.command import tool
+from isogloss.data.options.text_keys import key_of, keys_of
 
 if __name__ == "__main__":  # flags come before torch is imported
     raise SystemExit(tool("cache"))
@@ -33,7 +34,7 @@ from huggingface_hub import HfApi
 
 from isogloss.align import fingerprint
 from isogloss.config import template_kwargs
-from isogloss.data.batch import keys_of, pad_id
+from isogloss.data.batch import pad_id
 from isogloss.data.chat import teacher_ids
 from isogloss.data.checks import explained
 from isogloss.data.mixture import sources_of
@@ -168,7 +169,7 @@ def survey(texts):
     num_texts = 0
     step = 1  # between those that are tried
     for example in texts.all():
-        digest.update(example.key().tobytes())
+        digest.update(key_of(example).tobytes())
         if num_texts % step == 0:
             tried.append(example)
         if len(tried) == 2 * TRIED_TEXTS:

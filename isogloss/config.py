@@ -1,6 +1,5 @@
 """Define the flags of distill.py: their meaning, their checks, their values for each teacher."""
 
-import copy
 import importlib.util
 import shlex
 import sys
@@ -22,13 +21,10 @@ from isogloss.flags.parse import (
     read_options,
     refusing,
 )
-from isogloss.flags.task_options import TaskOptions
 from isogloss.flags.together import check_idle, check_together, is_set, shown
 from isogloss.loss_bounds import CHOICES, NUMBERS
 
 HALF_LIFE = 256  # of --token_weights early, learned tokens.  Not tuned.
-# Options of tasks; the others are flags of the run.
-OF_TASKS = keywords_of(TaskOptions, leave_out=("seed", "trust_remote_code"))
 LEAST_AUTO_MIB, MOST_AUTO_MIB = 512, 16_384  # of --loss_memory_mib auto.  Not tuned.
 
 FIRST_COMMAND = ("isogloss-distill --ds_config ds_configs/zero2.json --learning_rate 1e-4 "
@@ -52,6 +48,14 @@ def options_of_loss(cfg):
     """Return the Options of --loss_options."""
     spec = loss_table()[cfg.loss]
     return Options(f"--loss {cfg.loss}", spec.options, spec.check_options)
+
+
+def options_of_tasks(_):
+    """Return the Options of --eval_task_options; the others of tasks are flags of the run."""
+    from isogloss.flags.task_options import TaskOptions
+
+    of_tasks = keywords_of(TaskOptions, leave_out=("seed", "trust_remote_code"))
+    return Options("an evaluation", of_tasks, TaskOptions)
 
 
 @dataclass(kw_only=True)
@@ -377,7 +381,7 @@ class TaskFlags:
         "", 'how they are run, as a JSON object: {"shots": 3, "limit": 100}. Its options are flags '
         "of isogloss-tasks, where --help explains them: data, shots, limit, batch_size, "
         "max_new_tokens, samples, temperature, allow_unsafe_code.", free=True,
-        options=Options("an evaluation", OF_TASKS, TaskOptions))
+        options=options_of_tasks)
 
 
 @dataclass(kw_only=True)
@@ -457,7 +461,7 @@ class Config(ModelFlags, DataFlags, LossFlags, OnPolicyFlags,
 
     has_foreign: ClassVar[bool] = True  # see `parse_flags`
     given: ClassVar[frozenset] = frozenset()  # flags of the command line; `parse_flags` sets it
-    source_options: ClassVar[SourceOptions] = SourceOptions()  # `of_source` sets it
+    source_options: ClassVar[SourceOptions] = SourceOptions()  # see kinds/mixed.py
     max_logp_gap: ClassVar[float] = 0.1  # nats, see docs/on_policy.md.  Not tuned.
     of_teachers: ClassVar[dict | None] = None  # see `configs_by_teacher`
 
@@ -489,9 +493,12 @@ class Config(ModelFlags, DataFlags, LossFlags, OnPolicyFlags,
         self._check_values()
         self._check_trained()
         self._check_loss()
-        self._check_on_policy()
+        if self.on_policy:
+            from isogloss.flags.on_policy import check_on_policy
+
+            check_on_policy(self)
         sources_of(self)
-        self._check_held_out()
+        self.check_held_out()
         self._check_presence()
         self._check_teachers()
 
@@ -541,26 +548,6 @@ class Config(ModelFlags, DataFlags, LossFlags, OnPolicyFlags,
         # one name, so that a run has one identity
         self.token_weights = "early" if half_life == HALF_LIFE else f"early:{half_life:.15g}"
 
-    def of_source(self, flags, options):
-        """Return the Config of a run on one source of a mixture.
-
-        Args:
-            flags: {flag: value}; options: SourceOptions.
-        """
-        source = copy.copy(self)
-        vars(source).update(flags)
-        source.source_options = options
-        source.of_teachers = None
-        check_flags(source)
-        check_together(source)
-        source._check_held_out()
-        for name in ("join_rows", "on_policy"):
-            if options.weight_key and is_set(source, name):
-                raise ValueError(f"--data: weight_key {options.weight_key} with "
-                                 f"{shown(source, name)}: weighs one row of the data; leave out "
-                                 "one of them")
-        return source
-
     @property
     def has_weights(self):
         """Whether the data say what a row weighs."""
@@ -609,36 +596,11 @@ class Config(ModelFlags, DataFlags, LossFlags, OnPolicyFlags,
             raise ValueError("--token_weights column: of which column? name it as weight_key of an "
                              f"entry of data: {MOVED['weight_key'][1]}")
 
-    def _check_held_out(self):
+    def check_held_out(self):
+        """Raise a ValueError for held-out rows without a number, of data without an end."""
         if self.streaming and (self.eval_data or self.eval_split) and not self.eval_rows:
             raise ValueError("--eval_data or --eval_split with --streaming: a stream may have no "
                              "end; say by --eval_rows how many rows of it are used")
-
-    def _check_on_policy(self):
-        if not self.writer.strip():
-            raise ValueError("--writer: is empty; expected student, vllm or a command")
-        if not 0 < self.rollout_top_p <= 1:
-            raise ValueError(f"--rollout_top_p {self.rollout_top_p}: expected more than 0, at most "
-                             "1")
-        if not self.on_policy:
-            return
-        if not self.kd_weight:
-            raise ValueError(f"--on_policy {self.on_policy} with --kd_weight 0: what the student "
-                             "writes is learned from teachers alone; raise --kd_weight")
-        writes_ahead = self.writer_command and self.staleness
-        if self.rollout_top_p < 1 and (self.rollout_every > 1 or writes_ahead):
-            reason = (f"--rollout_every {self.rollout_every}" if self.rollout_every > 1
-                      else f"--staleness {self.staleness}")
-            raise ValueError(f"--rollout_top_p {self.rollout_top_p} with {reason}: no ratio makes "
-                             "up for texts that older weights would never have written; leave it "
-                             "out, or use rollouts at once (--rollout_every 1, and beside another "
-                             "process --staleness 0)")
-        if self.on_policy == 1 and self.dynamic_scale:
-            raise ValueError("--dynamic_scale with --on_policy 1: there is no cross-entropy to "
-                             "scale by; leave it out")
-        if self.rollout_tokens >= self.max_length:
-            raise ValueError(f"--rollout_tokens {self.rollout_tokens}: leaves no room for a prompt "
-                             f"within --max_length {self.max_length}")
 
     @property
     def writer_command(self):

@@ -37,7 +37,10 @@ class Door(NamedTuple):
 
 DOORS: dict[str, Door] = {
     "help": Door("--help", "What every flag means.", ("flags.help",)),
-    "secret": Door("several ranks", "The secret that rank 0 gives them.", ("job.secret",)),
+    "secret": Door("several ranks, or ISOGLOSS_TOKEN", "The secret that they have in common.",
+                   ("job.several.secret",)),
+    "peers": Door("several ranks", "That another one has failed or died.", ("job.several.peers",)),
+    "wandb": Door("wandb in the ds_config", "The steps of its curves.", ("job.wandb_steps",)),
     "plugins": Door("--plugin", "Losses and teachers of the user's own.", ("flags.plugins",)),
     "flag_file": Door("--config", "Flags from a YAML file.", ("flags.yaml_file",)),
     "unknown": Door("a flag that is none", "Which one was meant.", ("flags.unknown",)),
@@ -78,7 +81,7 @@ DOORS: dict[str, Door] = {
                      ("student.pipeline", "student.stages"),
                      lambda cfg: cfg.pipeline_parallel > 1, checks="student.stages"),
     # the data
-    "packing": Door("--pack", "Several texts in a row.", ("student.packing",),
+    "packing": Door("--pack", "Several texts in a row.", ("student.packing", "data.options.packed"),
                     lambda cfg: cfg.pack, prepares="student.packing"),
     "streaming": Door("--streaming, --join_rows", "Rows that can only be read forward.",
                       ("data.stream",)),
@@ -110,6 +113,8 @@ DOORS: dict[str, Door] = {
                     "Gradients of divergences that are written out.", ("objective.fused",)),
     "cells": Door("the first run of two tokenizers", "The tables of their translation.",
                   ("projection_tools.cells",)),
+    "untiled": Door("--tiled=false", "The logits of a whole micro-batch.",
+                    ("objective.untiled",)),
     "loss_dump": Door("--dump_losses", "The loss of each chunk, in files.",
                       ("objective.loss_dump",)),
     # the teachers
@@ -122,7 +127,7 @@ DOORS: dict[str, Door] = {
     "offload": Door("--teacher_offload", "A teacher's weights in the memory of the host.",
                     ("teachers.engines.offload",)),
     "teacher_ranks": Door("--teacher_ranks", "Teachers on ranks of their own.",
-                          ("teachers.remote", "job.roles")),
+                          ("teachers.remote", "job.several.roles")),
     "cache": Door("--teacher_cache", "What a teacher said of the texts, in files.",
                   ("teachers.cached", "teachers.cache_files", "teachers.cache_checks",
                    "teachers.kept_tokens", "teachers.packed_rows")),
@@ -138,14 +143,16 @@ DOORS: dict[str, Door] = {
     "tasks": Door("--eval_tasks", "Benchmarks in between, code in a sandbox.",
                   ("evaluation.task_suite", "evaluation.task_model",
                    "evaluation.task_passes", "evaluation.harness",
-                   "evaluation.code_tasks", "evaluation.sandbox", "tasks"),
+                   "evaluation.code_tasks", "evaluation.sandbox", "tasks",
+                   "flags.task_options"),
                   lambda cfg: cfg.eval_tasks, prepares="evaluation.task_suite"),
     "eval_samples": Door("--eval_samples", "Held-out texts that the student continues.",
                          ("evaluation.eval_samples",), lambda cfg: cfg.eval_samples,
                          prepares="evaluation.eval_samples"),
     "on_policy": Door("--on_policy", "Texts of the student that teachers correct.",
-                      ("data.rollouts", "writing.on_policy", "writing.rollout_ratio",
-                       "writing.node_writer", "writing.writer_process", "writing.kept_process"),
+                      ("data.rollouts", "flags.on_policy", "writing.on_policy",
+                       "writing.rollout_ratio", "writing.node_writer", "writing.writer_process",
+                       "writing.kept_process"),
                       lambda cfg: cfg.on_policy, prepares="writing.on_policy"),
     "speculation": Door("--eval_draft", "How good a draft of the teacher the student is.",
                         ("evaluation.speculation",)),
@@ -160,10 +167,19 @@ DOORS: dict[str, Door] = {
 # What several doors use and the hall does not: they know the hall, and one another.  The tables of
 # two tokenizers, which spelling.py makes, are on disk from the second run on.
 TOOLS = (
+<<<<<<< HEAD
     "align_dp", "spelling", "rollout", "policy_losses", "flags.lists", "flags.tool", "job.ipc",
     "job.sequence_group", "job.trial", "projection_tools.args", "projection_tools.save",
     "models.adapter_parts", "models.compiled_layers", "student.whole_student", "teachers.group",
     "teachers.mixing", "teachers.text_scores",
+=======
+    "align_dp", "spelling", "rollout", "policy_losses",
+    "data.options.term_weights", "data.options.text_keys",
+    "flags.lists", "flags.tool", "job.ipc", "job.sequence_group", "job.trial", "job.several.values",
+    "projection_tools.args", "projection_tools.save", "models.adapter_parts",
+    "student.whole_student",
+    "teachers.group", "teachers.mixing", "teachers.text_scores",
+>>>>>>> hall2
 )
 
 

@@ -41,7 +41,6 @@ from isogloss.flags.model_names import split_revision
 from isogloss.flags.parse import is_table
 from isogloss.job.layout import is_last_stage
 from isogloss.job.rendezvous import values_of_ranks
-from isogloss.job.watch import print_line
 from isogloss.log import check_logs
 from isogloss.models import pretrained
 from isogloss.projection_tools.tokenizers import load_tokenizer
@@ -157,7 +156,7 @@ class Layout(NamedTuple):
     """Hold what the layout of a run depends on beside the flags.
 
     config: of the student, for text; ds_config: as in the file.
-    num_ranks: of the student; roles: `layout.Roles` where teachers have ranks of their own.
+    num_ranks: of the student; roles: `roles.Roles` where teachers have ranks of their own.
     """
 
     config: object
@@ -180,11 +179,6 @@ def check_inputs(cfg, device, roles=None):
         "student", cfg.student, cfg.max_length, cfg.trust_remote_code, template_kwargs(cfg))
     check_student_class(cfg.student, cfg.trust_remote_code)
     router_weight = weight_of_routers(cfg, student_config)
-    if router_weight and cfg.pipeline_parallel > 1:
-        router_weight = 0.0
-        if dist.get_rank() == 0:
-            print_line(f"--student {cfg.student}: its config.json asks for the loss of its router "
-                       "(output_router_logits); a pipeline learns without it")
     encoders = load_teacher_encoders(cfg, student, roles)
     student, encoders = with_common_ids(student, encoders)
     tasks = None
@@ -223,12 +217,9 @@ def check_inputs(cfg, device, roles=None):
     check_start(cfg, checkpoint)
     convert = False
     if checkpoint:
-        from isogloss.checkpoints.choose import needs_conversion
+        from isogloss.checkpoints.choose import prepare_conversion
 
-        convert = needs_conversion(checkpoint, run_layout(cfg))
-    # the engine has to know before it starts, but that of ZeRO stage 0 loads no such checkpoint
-    if convert and run_layout(cfg)["zero_stage"]:
-        ds_config["checkpoint"] = ds_config.get("checkpoint", {}) | {"load_universal": True}
+        convert = prepare_conversion(checkpoint, run_layout(cfg), ds_config)
     inputs = RunInputs(student, teachers, ds_config, data, checkpoint, convert, tasks,
                        router_weight)
     if teachers:
@@ -243,12 +234,9 @@ def check_teaching(cfg, inputs, device):
     parts = [(data.train_data, data.reader) for data in inputs.data.sources]
     weighs = all(setup.cfg.token_weights == "column" for setup in inputs.teachers)
     if weighs or cfg.has_routes or any(reader.teacher_prompt_key for _, reader in parts):
-        from isogloss.data.kinds import other_columns
+        from isogloss.data.kinds.other_columns import check_other_columns
 
-        other_columns.check_routes_taken(parts, collator, names)
-        other_columns.check_teacher_prompts(parts)
-        if weighs:
-            other_columns.check_weights(parts)
+        check_other_columns(parts, collator, names, weighs)
     prompter = prompter_of(cfg, inputs.student, 1) if cfg.on_policy == 1 else None
     order.check_taught(parts, collator, names, prompter)
 

@@ -5,7 +5,6 @@ import functools
 import hashlib
 import json
 import math
-import operator
 import os
 import platform
 import subprocess
@@ -26,7 +25,6 @@ from isogloss.flags.model_names import read_model_name, without_secrets
 from isogloss.flags.parse import line_about
 from isogloss.flags.terminal import harmless, one_line, unguarded
 from isogloss.job.files import write_atomically
-from isogloss.job.monitors import log_by_own_steps
 from isogloss.job.watch import print_line
 from isogloss.projection_tools.tokenizers import reason_of
 
@@ -187,7 +185,9 @@ class Log:
         self._start_files(cfg, start_step, ds_config)
         self.bar = progress_bar(cfg.steps, start_step)
         self.monitor = monitor if monitor and monitor.enabled else None
-        if self.monitor:
+        if self.monitor and self.monitor.wandb_monitor:
+            from isogloss.job.wandb_steps import log_by_own_steps
+
             log_by_own_steps(self.monitor)
 
     @noting_failure
@@ -196,7 +196,7 @@ class Log:
         folder.mkdir(parents=True, exist_ok=True)
         for path in (folder / name for name in LOGS):
             if path == self.path or path.exists():
-                lines = lines_until(path, start_step)
+                lines = kept_lines(path, start_step)
                 write_atomically(path, "".join(lines))
                 if path == self.path and lines:
                     self._note_first(**json.loads(lines[0]))
@@ -338,31 +338,13 @@ def finite_or_none(value):
     return value if value is not None and math.isfinite(value) else None
 
 
-def lines_until(path, start_step):
-    """Return the lines of a log up to a step.
-
-    Raises:
-        ValueError: it holds a line that no run has written, which would be lost.
-    """
-    if not (start_step and path.exists()):
+def kept_lines(path, start_step):
+    """Return the lines of an earlier start of the run, as `lines_until` does."""
+    if not start_step:
         return []
-    try:
-        *lines, half = path.read_text(encoding="utf-8").split("\n")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"{path}: cannot be read ({reason_of(error)}); repair it, or move it "
-                         "away") from None
-    kept = []
-    for number, line in enumerate([*lines, half], 1):
-        try:
-            is_kept = operator.index(json.loads(line)["step"]) <= start_step
-        except (ValueError, TypeError, KeyError, RecursionError):
-            if number > len(lines):  # what a killed process may leave
-                break
-            raise ValueError(f"{path}: line {number} is no line of a run; repair it, or move the "
-                             "file away") from None
-        if is_kept:
-            kept.append(line + "\n")
-    return kept
+    from isogloss.checkpoints.resume import lines_until
+
+    return lines_until(path, start_step)
 
 
 def check_logs(output_dir, start_step):
@@ -372,7 +354,7 @@ def check_logs(output_dir, start_step):
         if path.exists() and not path.is_file():
             raise ValueError(f"--output_dir {output_dir}: {name} is no file there; name another "
                              "directory")
-        lines_until(path, start_step)
+        kept_lines(path, start_step)
 
 
 def run_record(cfg, start_step, ds_config):

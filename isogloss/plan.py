@@ -60,8 +60,8 @@ from transformers import AutoConfig
 from isogloss.config import Config, configs_by_teacher
 from isogloss.flags.model_names import read_model_name
 from isogloss.flags.parse import parse_flags, shipped
-from isogloss.job.layout import Roles, teacher_groups
-from isogloss.job.roles import check_teacher_ranks
+from isogloss.job.layout import teacher_groups
+from isogloss.job.several.roles import Roles, check_teacher_ranks
 from isogloss.models.pretrained import config_of_weights_here
 from isogloss.models.quantized import BYTES
 from isogloss.models.tied import empty_model, is_tied

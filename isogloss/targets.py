@@ -1,19 +1,16 @@
 """Ask the teachers about a step: for logits, the columns that a loss keeps, and confidence."""
 
 from dataclasses import dataclass
-from types import SimpleNamespace
 
 import torch
-import torch.distributed as dist
 
 from isogloss.align import all_bytes
 from isogloss.config import Config
 from isogloss.data.sample import TextEncoder
-from isogloss.losses import row_sums, teacher_importance
+from isogloss.doors import door
 from isogloss.objective.loss_table import LOSSES, DistillationLoss, build_loss
-from isogloss.objective.objective import Part, weigh_samples
-from isogloss.teachers.protocol import BLOCK, TeacherSource, TeacherSpec
-from isogloss.tiles import TeacherBlocks
+from isogloss.objective.objective import Part
+from isogloss.teachers.protocol import TeacherSource, TeacherSpec
 
 
 @dataclass
@@ -90,19 +87,6 @@ class TeacherSetup:
         return self.cfg.options_of_loss["projection_topk"]
 
 
-def without_gradient(student, batch, function):
-    """Return `function(LogitsSource)` of a StudentBatch, by a StudentRunner; all ranks take part.
-
-    It is None where another rank of the pipeline has it.
-    """
-    was_training = student.engine.module.training
-    student.engine.eval()
-    with torch.no_grad():
-        [reduced] = student.reduce([batch], [SimpleNamespace(reduce=function)])
-    student.engine.train(was_training)
-    return reduced
-
-
 def step_parts(setups, micro_batches, student):
     """Return an iterable over micro-batches: the Part of every teacher, without its weights.
 
@@ -152,99 +136,20 @@ def teacher_parts(setup, batches, group=None):
                               setup.loss.is_observed, logits, batch))
     for part in parts:
         if setup.cfg.teacher_weights in ("ce", "select"):
+            from isogloss.teachers.text_scores import sample_scores
+
             part.confidence = sample_scores(part.teacher_logits, part.batch)
         if part.batch.rollout_positions is not None:
+            from isogloss.teachers.text_scores import rollout_nats
+
             part.rollout_nats = rollout_nats(part.teacher_logits, part.batch)
     if parts and setup.keeps_columns:
         # The columns depend on all micro-batches and ranks, so that the loss does not depend on
         # how the step is cut.
-        kept_K = kept_columns(setup, parts, group)
+        kept_K = door("projection").kept_columns(setup, parts, group)
         loss_fn, write_gradient = setup.loss.for_columns(kept_K)
         for part in parts:
             part.teacher_logits = part.teacher_logits.columns(kept_K)
             part.loss_fn = loss_fn
             part.write_gradient = write_gradient
     return parts
-
-
-def kept_columns(setup, parts, group=None):
-    """Return the sorted teacher columns (K,) that a loss compares in this step, on every rank.
-
-    Args:
-        parts, group: see `teacher_parts`.
-
-    They are those with the largest logit at any position in a chunk (`teacher_importance`).
-    """
-    device = parts[0].batch.ids.device
-    importance = torch.full((len(setup.encoder.table),), -torch.inf, device=device)
-    for part in parts:
-        # no more logits exist at a time than in the loss itself
-        blocks = TeacherBlocks(part.teacher_logits, part.tiles)
-        for positions in blocks.fetches:
-            # the rest of truncated rows, in a column behind the tokens, has no place to compete for
-            rows = blocks.fetch(positions)[:, : len(importance)]
-            block = teacher_importance(rows[None])
-            importance = torch.maximum(importance, block)
-    dist.all_reduce(importance, op=dist.ReduceOp.MAX, group=group)
-    return importance.topk(setup.num_columns).indices.sort().values
-
-
-@torch.no_grad()
-def sample_scores(logits, batch):
-    """Return (B,) how sure a teacher is of each sample: log-probability, in nats, for each byte.
-
-    It is -inf for a sample that the teacher does not read, whose template refuses it, say.
-    Tokens of different tokenizers are not the same unit, bytes are.
-
-    Args:
-        logits: LogitsSource of the teacher; of truncated logits ScoredLogits.
-    """
-    labels = batch.labels.flatten()
-    num_bytes = batch.num_bytes.flatten().clamp(min=0)
-    scores = []
-    for number, positions in enumerate(batch.labeled.split(batch.num_labeled)):
-        if not len(positions):
-            scores.append(torch.full((), -torch.inf, device=labels.device))
-            continue
-        size = (num_bytes * (batch.sample == number)).sum().clamp(min=1)
-        total = sum(label_logp(logits, labels, block).sum() for block in positions.split(BLOCK))
-        scores.append((total / size).float())
-    return torch.stack(scores)
-
-
-def label_logp(logits, labels, positions):
-    """Return (n,) log-probabilities of the labels at some positions; see `sample_scores`."""
-    if hasattr(logits, "scores"):
-        return logits.scores.at(positions).logp_T
-    from isogloss.teachers.mixing import token_scores
-
-    return token_scores(logits(positions), labels[positions])
-
-
-@torch.no_grad()
-def rollout_nats(logits, batch):
-    """Return (samples,) -log q of the tokens of each rollout that are in chunks, else 0.
-
-    Args:
-        logits: LogitsSource of the teacher; of truncated logits ScoredLogits.
-    """
-    labels = batch.labels.flatten()
-    nats = torch.zeros(batch.num_samples, dtype=torch.float64, device=labels.device)
-    for block in batch.rollout_positions.split(BLOCK):
-        logp = label_logp(logits, labels, block).double()
-        nats -= row_sums(logp, batch.sample[block], batch.num_samples)
-    return nats
-
-
-def weigh_by_confidence(parts, select):
-    """Let each sample of a micro-batch weigh as much as each teacher is sure of it.
-
-    Args:
-        parts: of every teacher.
-        select: the one that is surest of a sample alone teaches it.
-    """
-    from isogloss.teachers.mixing import teacher_weights
-
-    scores_MB = torch.stack([part.confidence for part in parts])
-    for part, weight_B in zip(parts, teacher_weights(scores_MB, select)):
-        part.batch = weigh_samples(part.batch, weight_B)

@@ -8,14 +8,16 @@ from dataclasses import replace
 import pytest
 import torch
 
-from isogloss.data.batch import Collator, PairOptions, pack_rows
+from isogloss.data.batch import Collator, PairOptions
 from isogloss.data.batch_types import Example
+from isogloss.data.options.packed import pack_rows
+from isogloss.data.options.term_weights import weigh_positions
 from isogloss.data.sample import TextEncoder
 from isogloss.job.counts import Counts, PairCounts
 from isogloss.job.sequence_group import document_spans
 from isogloss.losses import find_chunks
-from isogloss.objective.objective import Part, weigh_samples
-from isogloss.targets import sample_scores, weigh_by_confidence
+from isogloss.objective.objective import Part
+from isogloss.teachers.text_scores import sample_scores, weigh_by_confidence
 from isogloss.tiles import StoredLogits
 from isogloss.translation import translated
 from test_chat import CHAT, collator, with_templates
@@ -170,7 +172,7 @@ def test_a_sample_is_weighed_among_the_teachers_that_read_it(encoders, texts, ki
         logits = torch.randn(teacher.labels.numel(), len(encoders[1].table), generator=generator)
         scores = sample_scores(StoredLogits(logits), teacher)
         assert (scores > -torch.inf).nonzero().flatten().tolist() == samples_of(teacher)
-        twice = weigh_samples(teacher, torch.full((5,), 3.0))
+        twice = weigh_positions(teacher, torch.full((5,), 3.0)[teacher.sample_of_student])
         parts.append(Part(batch=twice, confidence=scores))
     weigh_by_confidence(parts, select=kind == "select")
     weights = []  # of each teacher, by sample

@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import save
 
-from isogloss.data.batch_types import text_key
+from isogloss.data.options.text_keys import text_key
 from isogloss.errors import DataError
 from isogloss.teachers import cache_files, packed_rows
 from isogloss.teachers.text_scores import truncate

@@ -14,6 +14,7 @@ from conftest import asset
 from isogloss.align import TokenTable
 from isogloss.data.batch import Collator, PairOptions
 from isogloss.data.chat import common_regions, encode_chat, pair_chats, render
+from isogloss.data.options.text_keys import key_of
 from isogloss.data.order import ExampleReader, check_learned
 from isogloss.data.sample import TextEncoder
 from isogloss.data.turns import SkippedChat
@@ -236,7 +237,7 @@ def test_what_teachers_alone_read_changes_nothing_but_their_reading(encoders, ch
     words = prompt if isinstance(prompt, str) else "user: a?\nassistant: b"
     read = [encoders[1].tokenizer.decode(teacher.ids[0]) for teacher in teachers]
     assert words in read[1] and words not in read[0]
-    assert plain.key().tolist() != hinted.key().tolist()
+    assert key_of(plain).tolist() != key_of(hinted).tolist()
     with pytest.raises(DataError, match="is no chat, and --teacher_prompt_key stands in front"):
         reader({"chat": "a text", "prompt": prompt})
     asked = ExampleReader("chat", has_chats=True, prompt_key="asked", teacher_prompt_key="prompt")

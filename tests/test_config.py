@@ -11,7 +11,7 @@ import torch
 from cases import close, gradient
 from conftest import ROOT
 from isogloss import losses
-from isogloss.config import OF_TASKS, Config, configs_by_teacher, routes_by_teacher
+from isogloss.config import Config, configs_by_teacher, options_of_tasks, routes_by_teacher
 from isogloss.flags.help import help_text
 from isogloss.flags.parse import choices_of, parse_flags
 from isogloss.objective.loss_table import LOSSES, LossSpec, build_loss
@@ -136,7 +136,7 @@ def test_there_are_at_most_105_flags():
 
 def test_the_help_of_tasks_names_their_options():
     about = Config.__dataclass_fields__["eval_task_options"].metadata["about"]
-    assert f"{', '.join(OF_TASKS)}." in about
+    assert f"{', '.join(options_of_tasks(None).defaults)}." in about
     for options, message in (
         ({"shots": -2}, "--eval_task_options: shots -2: expected -1 or more"),
         ({"samples": 4}, "samples is 4 at temperature 0, where all samples are equal"),

@@ -5,7 +5,7 @@ import torch
 
 from conftest import asset
 from isogloss.align import TokenTable
-from isogloss.data.batch_types import text_key
+from isogloss.data.options.text_keys import text_key
 from isogloss.teachers import kept_tokens
 from isogloss.teachers.text_scores import ScoredLogits
 from isogloss.tiles import TopKLogits

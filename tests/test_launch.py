@@ -40,9 +40,9 @@ def fail(error, *_, **__):
 
 def failing_at(place, failing, error, rank):
     """Let one rank fail where it calls a function "module.name"; see `fail`."""
-    from isogloss.job import watch
+    from isogloss.job.several import peers
 
-    watch.REFUSAL_GRACE = 1.0
+    peers.REFUSAL_GRACE = 1.0
     module, _, name = place.rpartition(".")
     if rank == failing:
         setattr(import_module(module), name, partial(fail, error))
@@ -218,10 +218,11 @@ def beside_a_stranger():
 
     from isogloss.job import watch
     from isogloss.job.launch import join_store
-    from isogloss.job.rendezvous import gather_values, part, read_value, value_there
+    from isogloss.job.several import peers
+    from isogloss.job.several.values import gather_values, part, read_value, value_there
 
     rank = int(os.environ["RANK"])
-    watch.REFUSAL_GRACE = PATIENCE  # of ranks that hear why the job ends
+    peers.REFUSAL_GRACE = PATIENCE  # of ranks that hear why the job ends
     join_store()
     with watch.end_together() as this:
         endings = []
@@ -283,16 +284,17 @@ def test_a_line_holds_nothing_that_a_terminal_obeys(capsys):
 
 def secret_of(environment, folder):
     from isogloss.job import rendezvous
+    from isogloss.job.several import values
 
     os.environ |= environment
     os.chdir(folder)
-    rendezvous.READING_TIMEOUT = timedelta(seconds=1)
+    values.READING_TIMEOUT = timedelta(seconds=1)
     try:
         store = rendezvous.job_store()
         rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-        rendezvous.gather_values(store, "met", None, rank, size)
-        rendezvous.part(store, "met", rank, size)
-        return rendezvous._secret.hex()
+        values.gather_values(store, "met", None, rank, size)
+        values.part(store, "met", rank, size)
+        return values.secret.hex()
     except (ValueError, SystemExit) as error:
         return str(error)
 
@@ -328,10 +330,10 @@ def test_a_token_that_can_be_guessed_is_refused(tmp_path):
 
 
 def test_only_a_private_file_of_this_user_holds_a_secret(tmp_path, monkeypatch):
-    from isogloss.job import rendezvous, secret
+    from isogloss.job.several import secret
 
     monkeypatch.setenv("RANK", "1")
-    good = rendezvous.MAGIC + b"s" * 32
+    good = secret.MAGIC + b"s" * 32
     path = tmp_path / "secret"
     for content, mode in ((good, 0o640), (good, 0o604), (good[:-1], 0o600), (good + b"s", 0o600),
                           (b"x" + good[1:], 0o600)):
@@ -404,7 +406,7 @@ def test_the_store_listens_on_the_masters_address(monkeypatch, nodes, address):
 def leave_first_or_read_on():
     """Rank 0, which serves the store, has nothing more to do; rank 1 reads there for a while."""
     from isogloss.job.launch import start_distributed
-    from isogloss.job.rendezvous import value_there
+    from isogloss.job.several.values import value_there
     from isogloss.job.watch import end_together
 
     with end_together() as watch:

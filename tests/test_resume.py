@@ -14,10 +14,11 @@ from isogloss.checkpoints import choose
 from isogloss.checkpoints.checkpoint import find_checkpoint
 from isogloss.checkpoints.convert import check_convertible
 from isogloss.checkpoints.model_card import read_record
+from isogloss.checkpoints.resume import lines_until
 from isogloss.checkpoints.run_identity import expected_identity, run_identity
 from isogloss.config import Config
 from isogloss.inputs import check_start
-from isogloss.log import LOGS, Log, check_logs, lines_until
+from isogloss.log import LOGS, Log, check_logs
 from jobs import check_same_curve, ds_config, losses_of, run_all, run_distill, write_corpus
 
 # --- what may change ------------------------------------------------------------------------------

@@ -12,7 +12,6 @@ import ranks
 from isogloss import distill
 from isogloss.evaluation.evaluate import EvaluationSums, ModelSums, PairSums, metrics_of
 from isogloss.objective.loss_table import DistillationLoss
-from isogloss.targets import without_gradient
 from isogloss.teachers.served import (
     ServedSpec,
     ServedTeacher,
@@ -20,6 +19,7 @@ from isogloss.teachers.served import (
     scored_text,
 )
 from isogloss.teachers.text_server import Likely
+from isogloss.writing.rollout_ratio import without_gradient
 from test_cached_teachers import write
 from text_servers import StandIn
 

@@ -9,7 +9,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from isogloss.config import Config
-from isogloss.job.layout import Roles
+from isogloss.job.several.roles import Roles
 from isogloss.student.stages import (
     check_pipeline_layout,
     cut_layers,

@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 
-from isogloss.data.batch import early_weights
+from isogloss.data.options.term_weights import early_weights
 from jobs import check_refusals, check_same_curve, losses_of, run_all, short_run
 
 

@@ -99,8 +99,8 @@ def check_identity(choice, checkpoint, identity):
         "same settings or another --output_dir")
 
 
-def needs_conversion(checkpoint, layout):
-    """Return whether a checkpoint was written in another layout; the engine must know at its start.
+def prepare_conversion(checkpoint, layout, ds_config):
+    """Return whether a checkpoint was written in another layout; the ds_config then says so.
 
     Raises:
         ValueError: it cannot be converted, see `convert.check_convertible`.
@@ -111,4 +111,6 @@ def needs_conversion(checkpoint, layout):
     from isogloss.checkpoints.convert import check_convertible
 
     check_convertible(checkpoint, position, layout)
+    if layout["zero_stage"]:  # the engine of stage 0 loads no such checkpoint
+        ds_config["checkpoint"] = ds_config.get("checkpoint", {}) | {"load_universal": True}
     return True

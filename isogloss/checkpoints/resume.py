@@ -3,6 +3,8 @@
 Tests: tests/test_checkpoint.py, tests/test_resume.py.
 """
 
+import json
+import operator
 import random
 from pathlib import Path
 
@@ -20,6 +22,7 @@ from isogloss.checkpoints.convert import (
 )
 from isogloss.checkpoints.unpickle import known_classes_only
 from isogloss.job.files import scratch_of
+from isogloss.projection_tools.tokenizers import reason_of
 
 
 def load_checkpoint(engine, checkpoint, convert=False):
@@ -92,3 +95,30 @@ def follow_schedule(engine):
     steps = getattr(schedule, "last_batch_iteration", -1)  # those of torch restore their length too
     if steps >= 0:
         schedule.step(steps)
+
+
+def lines_until(path, start_step):
+    """Return the lines of a log up to a step.
+
+    Raises:
+        ValueError: it holds a line that no run has written, which would be lost.
+    """
+    if not path.exists():
+        return []
+    try:
+        *lines, half = path.read_text(encoding="utf-8").split("\n")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path}: cannot be read ({reason_of(error)}); repair it, or move it "
+                         "away") from None
+    kept = []
+    for number, line in enumerate([*lines, half], 1):
+        try:
+            is_kept = operator.index(json.loads(line)["step"]) <= start_step
+        except (ValueError, TypeError, KeyError, RecursionError):
+            if number > len(lines):  # what a killed process may leave
+                break
+            raise ValueError(f"{path}: line {number} is no line of a run; repair it, or move the "
+                             "file away") from None
+        if is_kept:
+            kept.append(line + "\n")
+    return kept

@@ -68,7 +68,7 @@ class Collator:
     Attributes:
         pairs: PairOptions of every teacher; empty: cross-entropy alone.
         train_on: what to learn of a chat: "assistant" or "all".
-        pack: put several texts into a row where they fit, see `pack_rows`.
+        pack: put several texts into a row where they fit, see packed.py.
         tile_mib, sub_tiles: see `tile_plan.plan_tiles`; inf: one tile of one sub-tile holds all.
         sequence_rank, sequence_size: which shard of every sequence this rank holds.
         computes_loss: this rank does; another one of its pipeline needs no tiles and no counts.
@@ -98,7 +98,11 @@ class Collator:
         """
         examples = list(map(as_example, examples))
         samples = self.samples(examples)
-        rows = self._pack(samples) if self.pack else [[number] for number in range(len(samples))]
+        rows = [[number] for number in range(len(samples))]
+        if self.pack:
+            from isogloss.data.options.packed import packed_rows
+
+            rows = packed_rows(self, samples)
         student_sides = [sample.student for sample in samples]
         # a width that the shards of a sequence group divide evenly
         student_rows = Rows(rows, student_sides, self.sequence_size, self.width_step,
@@ -112,6 +116,8 @@ class Collator:
             teacher, pair_counts, labels = self._teacher_batch(
                 pair, pair_samples, student, student_rows)
             if pair.is_cached:
+                from isogloss.data.options.text_keys import keys_of
+
                 teacher.keys = keys_of(examples)
             teachers.append(teacher)
             counts.pairs.append(pair_counts)
@@ -268,27 +274,13 @@ class Collator:
 
     # --- samples -> tensors
 
-    def _pack(self, samples):
-        """Return the samples of every row; student and teachers have the same rows."""
-        limits = [self.student.max_length]
-        for pair in self.pairs:
-            limits.append(pair.encoder.max_length)
-        sizes = []
-        for sample in samples:
-            size = [len(sample.student.ids)]
-            for pair in sample.pairs:
-                size.append(len(pair.teacher.ids))
-            sizes.append(size)
-        return pack_rows(sizes, limits)
-
     def _student_batch(self, sides, rows):
         """Return the StudentBatch of whole sequences."""
         return batch_types.StudentBatch(
             ids=rows.fill(sides, "ids", pad_id(self.student.table)),
             labels=rows.fill(sides, "labels", -100),
             num_bytes=rows.fill(sides, "num_bytes", -1),
-            # rows of one sample count from 0, as models do without being told
-            positions=rows.positions() if self.pack else None,
+            positions=self._positions(rows),
             logp=None if rows.is_rollout is None else rows.fill(
                 sides, "logp", np.nan, np.float32),
             is_text=rows.fill(sides, "ids", -1) >= 0 if self.marks_text else None,
@@ -307,7 +299,7 @@ class Collator:
             ids=rows.fill(sides, "ids", pad_id(pair.encoder.table)),
             labels=labels,
             num_bytes=rows.fill(sides, "num_bytes", -1),
-            positions=rows.positions() if self.pack else None,
+            positions=self._positions(rows),
             sample=sample,
             labeled=labeled,
             num_labeled=torch.bincount(sample[labeled], minlength=len(samples)).tolist(),
@@ -337,16 +329,22 @@ class Collator:
             in_rollout = (batch.teacher_chunk.flatten() >= 0) & is_rollout[sample]
             batch.rollout_positions = positions_by_sample(in_rollout, sample)
         batch.tiles = self._plan_tiles(pair, labels, batch, texts, is_rollout)
-        if pair.half_life:
-            batch = batch_types.weigh_positions(batch, early_weights(
-                student.labels, batch.sample_of_student, len(samples), pair.half_life))
-        if pair.weighs_rows:
-            weights = torch.tensor([sample.weight for sample in samples])
-            batch = batch_types.weigh_positions(batch, weights[batch.sample_of_student])
+        if pair.half_life or pair.weighs_rows:
+            from isogloss.data.options.term_weights import weigh_terms
+
+            batch = weigh_terms(batch, pair, samples, student.labels)
         counts = self._count_pair(pair, samples, batch, student.logp, is_rollout)
         if shard:  # last, as all of the above names positions of whole sequences
             shard.localize(batch)
         return batch, counts, labels
+
+    def _positions(self, rows):
+        """Return the positions of packed Rows; None: they count from 0, as models do anyway."""
+        if not self.pack:
+            return None
+        from isogloss.data.options.packed import positions_of
+
+        return positions_of(rows)
 
     def _plan_tiles(self, pair, labels, batch, texts, is_rollout):
         """Return a pair's tiles with the terms of its loss; rollouts have tiles of their own."""
@@ -450,15 +448,6 @@ class Collator:
         return sequence_shard(student_chunk, teacher_chunk, self.sequence_rank, self.sequence_size)
 
 
-def keys_of(examples):
-    """Return (samples, 2) int64 keys of Examples, by which a cache knows them; 0 for none."""
-    keys = np.zeros((len(examples), 2), np.int64)
-    for number, example in enumerate(examples):
-        if example.content is not None:
-            keys[number] = example.key()
-    return torch.from_numpy(keys)
-
-
 def as_example(value):
     return value if isinstance(value, batch_types.Example) else batch_types.Example(value)
 
@@ -505,21 +494,6 @@ def count_reading(counts, samples, number, labels, sample_of_position, counts_by
 def pad_id(table):
     """Return the id that fills rows: with causal attention no real position looks at padding."""
     return table.pad if table.pad >= 0 else max(table.eos, 0)
-
-
-def early_weights(labels_BS, sample_N, num_samples, half_life):
-    """Return (B * S,) float32 weights by the learned tokens before, of whole sequences.
-
-    Args:
-        labels_BS: (B, S) int64, -100 where nothing is learned.
-        sample_N: (B * S,) number of each position's sample.
-        half_life: learned tokens after which a weight is half as large.
-    """
-    learned = (labels_BS.flatten() != -100).long()
-    before = learned.cumsum(0) - learned
-    begin = before.new_full((num_samples,), len(before))
-    begin.scatter_reduce_(0, sample_N, before, "amin")
-    return torch.exp2((begin[sample_N] - before) / half_life)
 
 
 def positions_by_sample(mask, sample):
@@ -631,7 +605,7 @@ class Rows:
         """Lay out samples.
 
         Args:
-            rows: as of `pack_rows`.
+            rows: the samples of every row.
             sides: TokenRow of every sample.
             multiple: of the width.
             step: the width is a multiple of it, too, where that is not beyond `most`: fewer widths,
@@ -659,7 +633,7 @@ class Rows:
                 total += sizes[number]
         return before
 
-    def _places(self):
+    def places(self):
         """Yield (sample, its row, the column at which it begins), row by row."""
         for line, row in enumerate(self.rows):
             for number in row:
@@ -668,57 +642,15 @@ class Rows:
     def fill(self, samples, name, padding, dtype=np.int64):
         """Return a (rows, width) tensor of the array `name` of every sample that has one."""
         out = np.full(self.shape, padding, dtype)
-        for number, line, start in self._places():
+        for number, line, start in self.places():
             values = getattr(samples[number], name)
             if values is not None:
                 out[line, start : start + len(values)] = values
         return torch.from_numpy(out)
 
-    def positions(self):
-        """Return (rows, width) positions, counted anew in every sample.
-
-        Padding goes on counting where the last sample of its row ends: each break in the counting
-        begins a document for the attention, which would only cost time.
-        """
-        width = self.shape[1]
-        out = np.zeros(self.shape, np.int64)
-        for _, line, start in self._places():
-            # to the end of the row; the next sample overwrites what is its
-            out[line, start:] = np.arange(width - start)
-        return torch.from_numpy(out)
-
     def sample_of_position(self):
         """Return (rows * width,) the sample of every position; padding counts to the last one."""
         out = np.zeros(self.shape, np.int64)
-        for number, line, start in self._places():
+        for number, line, start in self.places():
             out[line, start:] = number
         return torch.from_numpy(out).flatten()
-
-
-def pack_rows(sizes, limits):
-    """Put each sample into the first row that has room for it on every side.
-
-    Args:
-        sizes: positions of each sample for the student and for each teacher.
-        limits: of a row, likewise.
-    Returns:
-        [[sample, ...] of every row].
-
-    >>> pack_rows([(6, 5), (5, 9), (4, 4)], (10, 10))
-    [[0, 2], [1]]
-    """
-    rows = []
-    room = []  # of each row, on each side
-    limits = np.array(limits)
-    for number, size in enumerate(sizes):
-        size = np.array(size)
-        # First fit, in the order of the data; better packings were not tried.
-        for row, left in zip(rows, room):
-            if (size <= left).all():
-                row.append(number)
-                left -= size
-                break
-        else:  # whatever its size: samples are cut to the limits before
-            rows.append([number])
-            room.append(limits - size)
-    return rows

@@ -1,12 +1,9 @@
 """What a row of the data and a micro-batch hold, as plain records."""
 
-import hashlib
-import json
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
-import numpy as np
 import torch
 
 from isogloss.job.counts import Counts
@@ -79,27 +76,6 @@ class TeacherBatch:
         return len(self.num_labeled)
 
 
-def weigh_positions(batch, weight_N):
-    """Return a TeacherBatch whose terms weigh as much as the position where they begin.
-
-    Args:
-        batch: TeacherBatch; weights that it has are multiplied.
-        weight_N: (B * S + M,) float, of every student position that its tiles name.
-    """
-    tiles = []
-    for tile in batch.tiles:
-        # one weight for every position, though a loss reads only those where its terms begin
-        weight_n = weight_N[tile.student_positions]
-        sub_tiles = []
-        for sub_tile in tile.sub_tiles:
-            weight = weight_n[sub_tile.student_slice]
-            if sub_tile.weight is not None:
-                weight = weight * sub_tile.weight
-            sub_tiles.append(sub_tile._replace(weight=weight))
-        tiles.append(tile._replace(sub_tiles=tuple(sub_tiles)))
-    return replace(batch, tiles=tiles)
-
-
 @dataclass
 class Batch:
     """Hold a micro-batch.
@@ -149,35 +125,3 @@ class Example(NamedTuple):
     context: int = 0
     teacher_prompt: tuple = ()
     weight: float = 1.0
-
-    def for_teachers(self):
-        """Return (the text or chat as teachers read it, messages that it has more).
-
-        A system message in front is one with that of the chat.
-        """
-        if not self.teacher_prompt:
-            return self.content, 0
-        prompt = list(self.teacher_prompt)
-        chat = list(self.content)
-        if chat and chat[0]["role"] == prompt[0]["role"] == "system":
-            joined = f"{prompt[0]['content']}\n\n{chat[0]['content']}"
-            return [chat[0] | {"content": joined}, *prompt[1:], *chat[1:]], len(prompt) - 1
-        first = int(bool(chat) and chat[0]["role"] == "system")
-        return [*chat[:first], *prompt, *chat[first:]], len(prompt)
-
-    def key(self):
-        """Return the two int64 that stand for what teachers read, with the tools of a chat.
-
-        What models say of it depends on nothing else of its row.
-        """
-        return text_key(self.for_teachers()[0], self.tools)
-
-
-def text_key(content, tools=None):
-    """See `Example.key`."""
-    if isinstance(content, str):
-        described = b"text " + content.encode("utf-8", "surrogatepass")
-    else:
-        described = b"chat " + json.dumps([content, tools], sort_keys=True).encode()
-    digest = hashlib.blake2b(described, digest_size=16).digest()
-    return np.frombuffer(digest, "<i8")

@@ -19,6 +19,7 @@ from isogloss.align_dp import align_dp, common_spans
 from isogloss.data.chat_rows import EXCLUDING, is_learned, thought_of
 from isogloss.data.ends import turn_ends
 from isogloss.data.open_data import first_rows
+from isogloss.data.options.text_keys import read_by_teachers
 from isogloss.data.sample import EncodedText, Pairing, bytes_of_tokens
 from isogloss.data.texts import MOST_CHARACTERS, fits
 from isogloss.data.turns import (
@@ -99,7 +100,7 @@ def teacher_ids(example, encoder):
     if example.content is None or isinstance(example.content, str):
         return encoder.encode([example.content or ""])[0]
     try:
-        text = chat_text(example.for_teachers()[0], Template(encoder, example.tools))
+        text = chat_text(read_by_teachers(example)[0], Template(encoder, example.tools))
     except SkippedChat:
         return np.zeros(0, np.int64)
     return read_rendering(text, encoder)[0]
@@ -493,7 +494,7 @@ def read_chat(collator, example, takes_part):
         return None, [Pairing(skipped=True)] * len(collator.pairs)
     student = encode_chat(messages, rendering, collator.student, collator.train_on, example.context)
     pairings = []
-    chat, num_more = example.for_teachers()
+    chat, num_more = read_by_teachers(example)
     taught = example._replace(content=chat)
     for pair, wanted in zip(collator.pairs, takes_part):
         of_teacher = _render(taught, pair.encoder) if wanted else None

@@ -253,9 +253,6 @@ def open_splits(request, kind, features, splits):
     return datasets.concatenate_datasets(parts)
 
 
-# --- other places ---------------------------------------------------------------------------------
-
-
 # --- check ----------------------------------------------------------------------------------------
 
 

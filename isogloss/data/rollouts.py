@@ -18,6 +18,7 @@ import torch
 from isogloss.align import Alignment, Located, locate
 from isogloss.data.batch_types import Example
 from isogloss.data.open_data import first_rows
+from isogloss.data.options.text_keys import read_by_teachers
 from isogloss.data.sample import (
     EncodedText,
     Pairing,
@@ -212,7 +213,7 @@ class Prompter:
             messages = taught = None
         else:
             messages = messages_before_rollout(content, whole)
-            taught, _ = example._replace(content=messages).for_teachers()
+            taught, _ = read_by_teachers(example._replace(content=messages))
             ids, text, located = chat_prompt(messages, self.encoder, example.tools)
         # n positions predict n tokens, of which the first is not predicted
         room = self.encoder.max_length + 1 - len(ids)

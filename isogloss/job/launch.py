@@ -47,7 +47,7 @@ def join_job(teacher_ranks):
     with refusing(loud=is_first_of_node()):
         roles = None
         if teacher_ranks:
-            from isogloss.job.roles import split_ranks
+            from isogloss.job.several.roles import split_ranks
 
             roles = split_ranks(teacher_ranks)
         join_store()
@@ -58,7 +58,7 @@ def start_distributed(roles=None):
     """Join the process group of this rank's world, a group of one without a launcher.
 
     Args:
-        roles: `layout.Roles` where teachers have ranks, and so a world, of their own.
+        roles: `roles.Roles` where teachers have ranks, and so a world, of their own.
 
     Returns:
         torch.device of this rank.
@@ -140,7 +140,7 @@ def fail_together(roles=None, what="checks"):
     `watch.end_together`, which ends all ranks when one raises anything else.  All ranks take part.
 
     Args:
-        roles: `layout.Roles` where teachers have ranks of their own, which then take part too.
+        roles: `roles.Roles` where teachers have ranks of their own, which then take part too.
         what: name of this block; no other block may have it.
     """
     watch = current_watch()
@@ -151,11 +151,10 @@ def fail_together(roles=None, what="checks"):
         message = str(error) or type(error).__name__
         # for ranks that wait inside the block for this one
         watch.post_failure(message, 2)
-    number, count = place_in_job(roles)
-    messages = rendezvous.gather_values(watch.store, what, message, number, count)
-    for message_of_rank in messages:
+    for message_of_rank in watch.gather(what, message, roles):
         if message_of_rank:
-            rendezvous.part(watch.store, what, number, count)
+            watch.leave(what, roles)
+            number, _ = place_in_job(roles)
             fail(message_of_rank, loud=number == 0)
 
 

@@ -5,18 +5,15 @@ a whole teacher (a replica) and runs the samples of its own ranks, those of seve
 So the student's layout is free, and no teacher tensor leaves a node.
 
 `--teacher_ranks` dedicates the last ranks of every node to the teachers.  Then student and teachers
-are two worlds (`split_ranks`), each with a process group of its own, and code that counts ranks
-sees only its own world.
+are two worlds (roles.py), each with a process group of its own, and code that counts ranks sees
+only its own world.
 
 Tests: tests/test_layouts.py, tests/test_distributed.py.
 """
 
 import os
-from typing import NamedTuple
 
 import torch.distributed as dist
-
-from isogloss.job.rendezvous import read_value, write_value
 
 
 def node_size():
@@ -34,36 +31,11 @@ def is_last_stage(pipeline_parallel):
 # --- ranks for teachers alone ---------------------------------------------------------------------
 
 
-class Roles(NamedTuple):
-    """This rank's role in a job whose nodes have ranks for teachers alone.
-
-    role: "student" or "teacher".
-    node: index of this rank's node, from 0.
-    local_rank: index among the node's ranks of the same role, from 0.
-    student_ranks, teacher_ranks: ranks of either role on every node.
-    store: key-value store of the whole job, both worlds.
-    """
-
-    role: str
-    node: int
-    local_rank: int
-    student_ranks: int
-    teacher_ranks: int
-    store: dist.Store
-
-    def publish(self, key, value):
-        write_value(self.store, f"node {self.node}: {key}", value)
-
-    def read(self, key):
-        """Wait until a rank of this node has published a value, and return it."""
-        return read_value(self.store, f"node {self.node}: {key}")
-
-
 def place_in_job(roles=None):
     """Return (number of this rank in the job, ranks of the job): the student's ranks come first.
 
     Args:
-        roles: Roles; None: there is one world, or only this one counts.
+        roles: `roles.Roles`; None: there is one world, or only this one counts.
     """
     # There may be no process group yet.
     rank = int(os.environ["RANK"])

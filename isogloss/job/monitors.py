@@ -42,25 +42,3 @@ def guarded_monitors(cfg):
         wandb = sys.modules.get("wandb")
         if wandb and wandb.run:
             wandb.finish(exit_code)
-
-
-def log_by_own_steps(monitor):
-    """Let wandb take what DeepSpeed's engine counts by samples beside what we count by steps.
-
-    It has one count of steps, and drops what comes below the largest so far.
-
-    Args:
-        monitor: DeepSpeed's MonitorMaster.
-    """
-    if not monitor.wandb_monitor:
-        return
-    import wandb
-
-    for names, axis in (("Train/Samples/*", "samples"), ("train/*", "step"), ("eval/*", "step")):
-        wandb.define_metric(names, step_metric=axis)
-
-    def log(data, step=None, commit=None):
-        axis = "samples" if next(iter(data)).startswith("Train/Samples/") else "step"
-        wandb.log(data | {axis: step}, commit=commit)
-
-    monitor.wandb_monitor.log = log

@@ -1,7 +1,10 @@
-"""Tell whether another process runs, and end with the parent of this one."""
+"""Tell whether another process runs, and where; end with the parent of this one."""
+
 import ctypes
 import os
+import platform
 import signal
+from pathlib import Path
 
 
 def is_running(process: int) -> bool:
@@ -13,6 +16,12 @@ def is_running(process: int) -> bool:
     except (FileNotFoundError, ProcessLookupError):
         return False
     return state not in "ZX"
+
+
+def node_name():
+    """Identify what process ids refer to: the running machine and the container on it."""
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return f"{platform.node()} {boot} {os.readlink('/proc/self/ns/pid')}"
 
 
 PR_SET_PDEATHSIG = 1  # of Linux, see prctl(2)

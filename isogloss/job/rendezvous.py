@@ -1,24 +1,13 @@
-"""Let the ranks of a job meet: its key-value store, plain values through it, how long they wait.
+"""Let the ranks of a job meet: its key-value store, values of all ranks, how long they wait.
 
-Whoever reaches the store's port can write to it.  So what ranks say to one another is JSON, which
-runs nothing when it is read, signed with a secret that the ranks of one job have in common: what
-anyone else has written is no value.  The port is open on the master's address alone where that is
-known.  What torch, Gloo and NCCL write there when they connect ranks has no signature.
-
-The secret is the variable ISOGLOSS_TOKEN of the launcher's environment.  Without it, rank 0 draws
-one and lays it where the ranks of this user alone can read it; the store says where that is.
+What ranks tell one another through the store is in values.py.
 
 Tests: tests/test_launch.py.
 """
 
-import contextlib
 import errno
-import hashlib
-import hmac
-import itertools
 import json
 import os
-import secrets
 import socket
 from datetime import timedelta
 
@@ -30,21 +19,17 @@ from deepspeed.accelerator import get_accelerator
 # Python at the end of the process and may abort it; so it is imported before there is one.
 from torch.distributed.nn import functional as functional
 
+from isogloss.doors import door
+
 # How long ranks wait for one another.  None of these is tuned.  A rank that ends is noticed within
 # seconds (isogloss/job/watch.py); these are for one that hangs, and for nodes that disappear.
 JOINING_TIMEOUT = timedelta(minutes=30)  # all nodes have to start within it
 LOADING_TIMEOUT = timedelta(hours=2)  # a large model may come over a network
 TRAINING_TIMEOUT = timedelta(minutes=30)  # rank 0 may write a large export to a slow disk meanwhile
-READING_TIMEOUT = timedelta(seconds=10)  # for a value that is there already
 
 TOKEN_VARIABLE = "ISOGLOSS_TOKEN"
-LEAST_TOKEN = 16  # characters
-SECRET_BYTES = 32
-MAGIC = b"secret of a job of isogloss\n"  # no other file is taken for one that holds a secret
 
 _store = None  # of the whole job; made once in a process
-_secret = secrets.token_bytes(SECRET_BYTES)  # until this process joins a job
-_runs = itertools.count()  # a process that runs several command lines joins once
 
 
 def job_store():
@@ -57,10 +42,11 @@ def job_store():
         ValueError: the port is taken, or there is no secret that ranks could have in common.
         SystemExit: this rank cannot read the secret of the job.
     """
-    global _store, _secret
+    global _store
     if _store is None:
         store = _agents_store() or _own_store()
-        _secret = _secret_of_job(store)
+        if os.environ.get(TOKEN_VARIABLE) or int(os.environ["WORLD_SIZE"]) > 1:
+            door("secret").agree(store)
         _store = store
     return _store
 
@@ -122,148 +108,7 @@ def _listen(host, port, resolved):
     return listener
 
 
-def run_store(store):
-    """Return a part of the job's store for a new run of main, the same on all ranks.
-
-    All of them have to call this equally often.
-    """
-    return dist.PrefixStore(f"run {next(_runs)}", store)
-
-
-# --- the secret of a job --------------------------------------------------------------------------
-
-
-def _secret_of_job(store):
-    """Return the secret that the environment gives all ranks, or that rank 0 draws.
-
-    Raises:
-        ValueError: the environments of the ranks give different ones; on all ranks.
-    """
-    rank = int(os.environ["RANK"])
-    ranks = int(os.environ["WORLD_SIZE"])
-    token = os.environ.get(TOKEN_VARIABLE, "")
-    # which tells nothing of a token that cannot be guessed
-    proof = hashlib.sha256(f"isogloss {token}".encode(errors="surrogateescape")).digest()
-    store.set(f"token of {rank}", proof)
-    keys = [f"token of {other}" for other in range(ranks)]
-    store.wait(keys)
-    proofs = store.multi_get(keys)
-    others = [other for other in range(ranks) if proofs[other] != proofs[0]]
-    if others:
-        part(store, "tokens", rank, ranks)
-        raise ValueError(f"the variable {TOKEN_VARIABLE} is another one for rank {others[0]} than "
-                         "for rank 0; set the same on every node, or none")
-    if token and len(token) < LEAST_TOKEN:
-        raise ValueError(f"the variable {TOKEN_VARIABLE} has {len(token)} characters; expected "
-                         f"{LEAST_TOKEN} or more that nobody can guess, the same on every node")
-    if token:
-        return hashlib.sha256(token.encode(errors="surrogateescape")).digest()
-    return _drawn_secret(store, rank, ranks)
-
-
-def _drawn_secret(store, rank, ranks):
-    """Return the secret that rank 0 draws, and lays where the ranks of this user can read it."""
-    per_node = os.environ.get("LOCAL_SIZE") or os.environ.get("LOCAL_WORLD_SIZE") or ranks
-    on_one_node = int(per_node) == ranks
-    if rank == 0:
-        secret = secrets.token_bytes(SECRET_BYTES)
-        if on_one_node:
-            store.set("secret", _in_memory(secret))
-        else:
-            from isogloss.job.secret import lay_out
-
-            lay_out(store, secret, ranks)
-        return secret
-    from isogloss.job.secret import take
-
-    return take(store, rank, on_one_node)
-
-
-def _in_memory(secret):
-    """Keep a secret in memory that processes of this user can open; return its path.
-
-    As in ipc.py it has no name, and is gone with this process.
-    """
-    descriptor = os.memfd_create("isogloss_secret")
-    os.fchmod(descriptor, 0o600)
-    os.write(descriptor, MAGIC + secret)
-    return f"/proc/{os.getpid()}/fd/{descriptor}"
-
-
-# --- plain values ---------------------------------------------------------------------------------
-
-
-def _signature(key, text):
-    return hmac.digest(_secret, f"{len(key)} {key} {text}".encode(), "sha256").hex()
-
-
-def _signed(key, value):
-    text = json.dumps(value)
-    return f"{_signature(key, text)} {text}"
-
-
-def _opened(key, raw):
-    """Return the value that `_signed` was called with.
-
-    Raises:
-        ValueError: no rank of this job has written it.
-    """
-    signature, _, text = raw.decode(errors="replace").partition(" ")
-    if not hmac.compare_digest(signature.encode(), _signature(key, text).encode()):
-        raise ValueError(f"{key!r} in the store of the job was not written by a rank of it; see "
-                         "who else reaches its port, or choose another with --master_port")
-    return json.loads(text)
-
-
-def write_value(store, key, value):
-    store.set(key, _signed(key, value))
-
-
-def read_value(store, key):
-    """Wait until a value is there, and return it.
-
-    Raises:
-        ValueError: no rank of this job has written it.
-    """
-    return _opened(key, store.get(key))
-
-
-def value_there(store, key):
-    """Return the value that a rank of this job has written, without waiting; None: none has."""
-    if not store.check([key]):
-        return None
-    try:
-        return read_value(store, key)
-    except ValueError:
-        return None
-
-
-def gather_values(store, key, value, number, count):
-    """Return the values of `count` members, the same list on all of them.
-
-    Args:
-        value: what JSON can express.
-        number: of this member, from 0.
-    """
-    write_value(store, f"{key} of {number}", value)
-    if number == 0:
-        keys = [f"{key} of {member}" for member in range(count)]
-        store.wait(keys)
-        values = list(map(_opened, keys, store.multi_get(keys)))
-        write_value(store, key, values)
-    return read_value(store, key)
-
-
-def part(store, key, number, count):
-    """Leave together: the member that may serve the store, number 0, leaves last.
-
-    It does not wait long, because some of the others may be gone.
-    """
-    store.set(f"{key} left by {number}", "")
-    if number == 0:
-        keys = [f"{key} left by {member}" for member in range(count)]
-        with contextlib.suppress(dist.DistError):
-            store.wait(keys, READING_TIMEOUT)
+# --- values of ranks ------------------------------------------------------------------------------
 
 
 def values_of_ranks(value, group=None):

@@ -34,13 +34,13 @@ class LossDump:
         self.step = 0
         self.num_batches = 0
 
-    def write(self, step, batch, position_losses):
+    def write(self, step, batch, parts):
         """Write a micro-batch.
 
         Args:
             step: that it belongs to.
             batch: Batch.
-            position_losses: of each teacher, see `objective.Part.kept_positions`.
+            parts: `objective.Part` of each teacher, with its `position_losses`.
         Raises:
             CannotSave: the disk refuses it.
         """
@@ -49,8 +49,8 @@ class LossDump:
         name = f"step_{step:07d}_rank_{dist.get_rank():03d}_batch_{self.num_batches:02d}"
         self.num_batches += 1
         tensors = {"student_ids": batch.student.ids}
-        for suffix, teacher, losses in zip(self.suffixes, batch.teachers, position_losses):
-            for key, value in of_teacher(teacher, *losses).items():
+        for suffix, teacher, part in zip(self.suffixes, batch.teachers, parts):
+            for key, value in of_teacher(teacher, *kept_positions(part)).items():
                 tensors[key + suffix] = value
         path = self.folder / f"{name}.safetensors"
         try:
@@ -61,6 +61,34 @@ class LossDump:
         except (OSError, SafetensorError) as error:
             raise CannotSave(f"--dump_losses: {path} cannot be written ({reason_of(error)})"
                              ) from None
+
+
+def keeping_positions(loss_fn, position_losses):
+    """Return a loss function that adds to a list what each sub-tile has of each position.
+
+    Args:
+        loss_fn, position_losses: see `objective.Part`.
+    """
+    def loss_by_position(student, teacher, sub_tile, *observers):
+        weight = sub_tile.weight
+        weight = student.new_ones(len(student)).float() if weight is None else weight.detach()
+        weight.requires_grad_()
+        with torch.enable_grad():
+            kd = loss_fn(student, teacher, sub_tile._replace(weight=weight), *observers)
+            # a sum of weighted terms is linear in their weights
+            [value] = torch.autograd.grad(kd, weight, retain_graph=True)
+        position_losses.append((value * weight).detach())
+        return kd
+
+    return loss_by_position
+
+
+def kept_positions(part):
+    """Return (student positions (N,), their distillation loss (N,)) of `position_losses`."""
+    nothing = part.student_hidden.new_zeros(0)
+    positions = [tile.student_positions for tile in part.tiles]
+    return (torch.cat([nothing.long(), *positions]),
+            torch.cat([nothing.float(), *part.position_losses]))
 
 
 def of_teacher(batch, position_N, loss_N):

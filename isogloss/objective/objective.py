@@ -12,10 +12,11 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from isogloss.data.batch_types import StudentBatch, TeacherBatch, weigh_positions
+from isogloss.data.batch_types import StudentBatch, TeacherBatch
+from isogloss.doors import door
 from isogloss.job.counts import TermSums
 from isogloss.losses import next_token_cross_entropy
-from isogloss.tiles import HiddenLogits, LogitsSource, tiled_losses, weighted
+from isogloss.tiles import HiddenLogits, LogitsSource, tiled_losses
 
 if TYPE_CHECKING:
     from isogloss.job.sequence_group import SequenceGroup
@@ -80,7 +81,9 @@ class Part:
                 ce, _ = next_token_cross_entropy(student[None], labels[None], select=False)
         if self.loss_fn and self.weight:
             agreement = Agreement()
-            loss_fn = self.loss_fn if self.position_losses is None else self._loss_by_position
+            loss_fn = self.loss_fn
+            if self.position_losses is not None:
+                loss_fn = door("loss_dump").keeping_positions(loss_fn, self.position_losses)
             kd = loss_fn(student, teacher, sub_tile, *[agreement] * self.is_observed)
             agreed = agreement.count if self.is_observed else zero
         rollout_kd = kd.detach() if sub_tile.on_policy else zero
@@ -104,26 +107,6 @@ class Part:
         agreed = zero if agreed is None else agreed
         return torch.stack(TermSums(ce, kd, rollout_kd, correct, agreed))
 
-    def _loss_by_position(self, student, teacher, sub_tile, *observers):
-        """Return the distillation loss, and keep what it has of each position."""
-        weight = sub_tile.weight
-        weight = student.new_ones(len(student)).float() if weight is None else weight.detach()
-        weight.requires_grad_()
-        with torch.enable_grad():
-            kd = self.loss_fn(student, teacher, sub_tile._replace(weight=weight), *observers)
-            # a sum of weighted terms is linear in their weights
-            [value] = torch.autograd.grad(kd, weight, retain_graph=True)
-        self.position_losses.append((value * weight).detach())
-        return kd
-
-    def kept_positions(self):
-        """Return (student positions (N,), their distillation loss (N,)) of `position_losses`."""
-        nothing = self.student_hidden.new_zeros(0)
-        positions = [tile.student_positions for tile in self.tiles]
-        return (torch.cat([nothing.long(), *positions]),
-                torch.cat([nothing.float(), *self.position_losses]))
-
-
 @dataclass
 class LossTerms:
     """Tell `StudentWithLoss` what to make of its logits: all parts of a micro-batch's loss.
@@ -133,7 +116,7 @@ class LossTerms:
         sequence_group: ranks that hold the other shards of the sequences, or None.
         parameters: what the loss trains beside the student's model.
         balance: `router.RouterBalance`, or None.
-        dump: is given, for each teacher, what `Part.kept_positions` returns; or None.
+        dump: is given the parts, with their `position_losses`; or None.
     """
 
     parts: list[Part]
@@ -163,10 +146,12 @@ class LossTerms:
             # together: the gradient of the head exists once, however many teachers there are
             loss, sums = tiled_losses(student_logits.head, self.parts, self.parameters)
         else:
+            from isogloss.objective.untiled import untiled_loss
+
             losses, sums = zip(*map(untiled_loss, sources, self.parts))
             loss = torch.stack(losses).sum()
         if self.dump:
-            self.dump([part.kept_positions() for part in self.parts])
+            self.dump(self.parts)
         return loss, torch.stack(sums)
 
     def with_routers(self, reduced, heard, is_text):
@@ -185,37 +170,3 @@ class Agreement:
     def __call__(self, student_CK, teacher_CK):
         likely = [side.detach().max(-1).indices for side in (student_CK, teacher_CK)]
         self.count = (likely[0] == likely[1]).sum(dtype=torch.float32)
-
-
-def untiled_loss(student_logits, part):
-    """Do what `tiled_losses` does with StoredLogits: autograd keeps whatever a loss makes of them.
-
-    Args:
-        part: Part.
-    Returns:
-        (loss, sums): (), and the (5,) `TermSums`, without a gradient.
-    """
-    # one term of the graph, also for a rank without a tile
-    sums = [student_logits.logits_TW[:0].float().sum().expand(len(TermSums._fields))]
-    for tile in part.tiles:
-        student = student_logits(tile.student_positions)
-        for sub_tile in tile.sub_tiles:
-            teacher = None
-            if part.teacher_logits is not None:
-                # Not TeacherBlocks, which would write over what backward still needs.
-                if sub_tile.teacher_positions is not None:
-                    block = part.teacher_logits(sub_tile.teacher_positions)
-                teacher = block[sub_tile.teacher_slice]
-            sums.append(part.tile_loss(student[sub_tile.student_slice], teacher, sub_tile))
-    total = torch.stack(sums).sum(0)
-    return weighted(total, part.weights), total.detach()
-
-
-def weigh_samples(batch, weight_B):
-    """Return a TeacherBatch whose terms weigh as much as their sample.
-
-    Args:
-        batch: TeacherBatch.
-        weight_B: (B,) float, a weight for each sample.
-    """
-    return weigh_positions(batch, weight_B[batch.sample_of_student])

@@ -1,12 +1,14 @@
 """Build the losses that have a projection of one vocabulary onto the other, and learn one."""
 
 import torch
+import torch.distributed as dist
 
 from isogloss import losses
 from isogloss.models.compiler import loss_compiler, plain
 from isogloss.objective.loss_table import AUTO_WEIGHT, DistillationLoss, batch_of_one
 from isogloss.projection_tools.build import cached_projection
 from isogloss.projection_tools.projection_files import as_tables, load_projection
+from isogloss.tiles import TeacherBlocks
 
 
 class LearnedProjection:
@@ -167,3 +169,26 @@ def _projection(cfg, pair, device):
     else:
         tables = cached_projection(pair)
     return tables["indices"].to(device), tables["likelihoods"].to(device)
+
+
+def kept_columns(setup, parts, group=None):
+    """Return the sorted teacher columns (K,) that a loss compares in this step, on every rank.
+
+    Args:
+        setup: `targets.TeacherSetup`; parts: `objective.Part` of each micro-batch.
+        group: ranks that compute losses; None: all.
+
+    They are those with the largest logit at any position in a chunk (`teacher_importance`).
+    """
+    device = parts[0].batch.ids.device
+    importance = torch.full((len(setup.encoder.table),), -torch.inf, device=device)
+    for part in parts:
+        # no more logits exist at a time than in the loss itself
+        blocks = TeacherBlocks(part.teacher_logits, part.tiles)
+        for positions in blocks.fetches:
+            # the rest of truncated rows, in a column behind the tokens, has no place to compete for
+            rows = blocks.fetch(positions)[:, : len(importance)]
+            block = losses.teacher_importance(rows[None])
+            importance = torch.maximum(importance, block)
+    dist.all_reduce(importance, op=dist.ReduceOp.MAX, group=group)
+    return importance.topk(setup.num_columns).indices.sort().values

@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from isogloss.job.counts import device_sums
 from isogloss.job.transfers import Readback
+from isogloss.job.watch import print_line
 
 
 def router_weight(cfg, config):
@@ -35,7 +36,13 @@ def router_weight(cfg, config):
                          "router, if there is one, has no loss in transformers; leave it out")
     if cfg.freeze_router:
         return 0.0
-    return cfg.router_weight if cfg.router_weight >= 0 else float(asks and coefficient)
+    weight = cfg.router_weight if cfg.router_weight >= 0 else float(asks and coefficient)
+    if not weight or cfg.pipeline_parallel == 1:
+        return weight
+    if dist.get_rank() == 0:
+        print_line(f"--student {cfg.student}: its config.json asks for the loss of its router "
+                   "(output_router_logits); a pipeline learns without it")
+    return 0.0
 
 
 def change(model, cfg):

@@ -71,7 +71,7 @@ def check_pipeline_layout(cfg, config, ds_config, num_ranks, roles=None):
     Args:
         cfg: Config; config: text config of the student; ds_config: dict as in the file.
         num_ranks: of the student.
-        roles: `layout.Roles` where teachers have ranks of their own.
+        roles: `roles.Roles` where teachers have ranks of their own.
     Raises:
         ValueError: what does not fit, and what would.
     """

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from safetensors.torch import load_file
 
 from isogloss.align import fingerprint
+from isogloss.data.options.text_keys import key_of
 from isogloss.errors import DataError
 from isogloss.flags.parse import DATE
 from isogloss.teachers.cache_files import (
@@ -112,7 +113,7 @@ def check_texts(folder, data):
             continue
         for row in range(dist.get_rank(), len(dataset), dist.get_world_size()):
             example = read(dataset[row], first_row + row)
-            if reader.find(example.key()) is None:
+            if reader.find(key_of(example)) is None:
                 raise ValueError(lacks(folder, reader.manifest, f"row {first_row + row} of "
                                        f"{read.source}"))
 

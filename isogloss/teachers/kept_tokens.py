@@ -248,7 +248,7 @@ def uniform_numbers(seed, key, num):
     """Return (num,) float64 in [0, 1), which depend on the seed and a text's key alone.
 
     Args:
-        key: (2,) int64, see `batch_types.text_key`.
+        key: (2,) int64, see `text_keys.text_key`.
     """
     words = [seed, *key.view(np.uint64).tolist()]
     stream = np.random.Philox(np.random.SeedSequence(words))

@@ -101,7 +101,7 @@ class TeacherSpec:
         Args:
             load: function that returns (TextEncoder, AutoConfig) of `tokenizer_path`.
             student: TextEncoder; None: there is no student.
-            roles: `layout.Roles` where teachers have ranks of their own, or None.
+            roles: `roles.Roles` where teachers have ranks of their own, or None.
         Raises:
             ValueError: what arrived, what was expected, what to do.
         """

@@ -1,4 +1,4 @@
-"""Keep what a model says of the text beside logits that are truncated.
+"""Keep what a model says of the text beside logits that are truncated, and how sure that makes it.
 
 `--teacher_output topk` keeps K tokens per position.  What does not follow from these, such as the
 probability of the text's own token, is computed where all logits exist and kept beside them.
@@ -11,7 +11,9 @@ from typing import NamedTuple
 
 import torch
 
-from isogloss.teachers.mixing import FLOOR
+from isogloss.data.options.term_weights import weigh_positions
+from isogloss.losses import row_sums
+from isogloss.teachers.mixing import FLOOR, teacher_weights, token_scores
 from isogloss.teachers.protocol import BLOCK
 from isogloss.tiles import LogitsSource, TopKLogits
 
@@ -202,3 +204,64 @@ def truncate(logits_NW, top_k, labels_N, temperature=1.0):
     total_N = whole.total_N
     rows = TopKLogits(ids_NK.int(), logp_NK - total_N[:, None], logits_NW.shape[1], rest_N, total_N)
     return ScoredLogits(rows, whole.scores)
+
+
+# --- how sure a teacher is ------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def sample_scores(logits, batch):
+    """Return (B,) how sure a teacher is of each sample: log-probability, in nats, for each byte.
+
+    It is -inf for a sample that the teacher does not read, whose template refuses it, say.
+    Tokens of different tokenizers are not the same unit, bytes are.
+
+    Args:
+        logits: LogitsSource of the teacher; of truncated logits ScoredLogits.
+    """
+    labels = batch.labels.flatten()
+    num_bytes = batch.num_bytes.flatten().clamp(min=0)
+    scores = []
+    for number, positions in enumerate(batch.labeled.split(batch.num_labeled)):
+        if not len(positions):
+            scores.append(torch.full((), -torch.inf, device=labels.device))
+            continue
+        size = (num_bytes * (batch.sample == number)).sum().clamp(min=1)
+        total = sum(label_logp(logits, labels, block).sum() for block in positions.split(BLOCK))
+        scores.append((total / size).float())
+    return torch.stack(scores)
+
+
+def label_logp(logits, labels, positions):
+    """Return (n,) log-probabilities of the labels at some positions; see `sample_scores`."""
+    if hasattr(logits, "scores"):
+        return logits.scores.at(positions).logp_T
+    return token_scores(logits(positions), labels[positions])
+
+
+@torch.no_grad()
+def rollout_nats(logits, batch):
+    """Return (samples,) -log q of the tokens of each rollout that are in chunks, else 0.
+
+    Args:
+        logits: LogitsSource of the teacher; of truncated logits ScoredLogits.
+    """
+    labels = batch.labels.flatten()
+    nats = torch.zeros(batch.num_samples, dtype=torch.float64, device=labels.device)
+    for block in batch.rollout_positions.split(BLOCK):
+        logp = label_logp(logits, labels, block).double()
+        nats -= row_sums(logp, batch.sample[block], batch.num_samples)
+    return nats
+
+
+def weigh_by_confidence(parts, select):
+    """Let each sample of a micro-batch weigh as much as each teacher is sure of it.
+
+    Args:
+        parts: `objective.Part` of every teacher.
+        select: the one that is surest of a sample alone teaches it.
+    """
+    scores_MB = torch.stack([part.confidence for part in parts])
+    for part, weight_B in zip(parts, teacher_weights(scores_MB, select)):
+        batch = part.batch
+        part.batch = weigh_positions(batch, weight_B[batch.sample_of_student])

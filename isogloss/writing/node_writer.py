@@ -21,8 +21,8 @@ from isogloss.config import Config
 from isogloss.data.ends import stop_ids
 from isogloss.data.sample import TextEncoder
 from isogloss.errors import WriterError, WriterStopped
+from isogloss.job.processes import node_name
 from isogloss.job.rendezvous import values_of_ranks
-from isogloss.job.watch import node_name
 from isogloss.models.adapter_parts import plain_name
 from isogloss.models.parts import is_adapter
 from isogloss.student.whole_student import refresh_plain

@@ -42,7 +42,7 @@ from isogloss.job.sequence_group import SequenceGroup, join_sequence_group
 from isogloss.rollout import Prompt, write
 from isogloss.student.engine import StudentRunner
 from isogloss.student.whole_student import WholeStudent, lend
-from isogloss.targets import rollout_nats
+from isogloss.teachers.text_scores import rollout_nats
 from isogloss.writing.node_writer import NodeWriter
 from isogloss.writing.rollout_ratio import current_logp, weigh_by_ratio
 

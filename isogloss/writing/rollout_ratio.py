@@ -6,16 +6,16 @@ Tests: tests/test_on_policy.py.
 import math
 from dataclasses import dataclass
 from functools import partial
+from types import SimpleNamespace
 
 import torch
 import torch.distributed as dist
 
-from isogloss.data.batch_types import weigh_positions
+from isogloss.data.options.term_weights import weigh_positions
 from isogloss.job.counts import Sums, mean_of
 from isogloss.losses import at_least_float32
 from isogloss.policy_losses import prefix_ratio
 from isogloss.rollout import drawn_logp
-from isogloss.targets import without_gradient
 from isogloss.teachers.protocol import BLOCK
 
 
@@ -29,6 +29,19 @@ def label_logp(cfg, labels_BS, student_logits):
                              cfg.rollout_temperature, cfg.rollout_top_p)
         logp[block] = logp_NV.gather(1, labels[block][:, None]).squeeze(1).float()
     return logp.view_as(labels_BS)
+
+
+def without_gradient(student, batch, function):
+    """Return `function(LogitsSource)` of a StudentBatch, by a StudentRunner; all ranks take part.
+
+    It is None where another rank of the pipeline has it.
+    """
+    was_training = student.engine.module.training
+    student.engine.eval()
+    with torch.no_grad():
+        [reduced] = student.reduce([batch], [SimpleNamespace(reduce=function)])
+    student.engine.train(was_training)
+    return reduced
 
 
 def current_logp(cfg, student, batch):

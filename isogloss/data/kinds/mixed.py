@@ -9,6 +9,7 @@ Tests: tests/test_mixture.py.
 """
 
 import bisect
+import copy
 from dataclasses import fields
 from fractions import Fraction
 from functools import lru_cache
@@ -19,7 +20,8 @@ import numpy as np
 from isogloss.data.mixture import Source, SourceOptions
 from isogloss.flags.lists import check_entry, read_entries
 from isogloss.flags.model_names import without_secrets
-from isogloss.flags.parse import is_table
+from isogloss.flags.parse import check_flags, is_table
+from isogloss.flags.together import check_together, is_set, shown
 
 # Flags that a source of a mixture may have for itself.
 SOURCE_FLAGS = ("data", "split", "text_key", "prompt_key", "completion_key", "route_key",
@@ -47,7 +49,8 @@ def listed_sources(cfg):
                              "among teachers; drop one")
         flags = {key: entry[key] for key in SOURCE_FLAGS if key in entry}
         options = SourceOptions(**{key: entry[key] for key in own if key in entry})
-        sources.append(Source(name, cfg.of_source(flags, options), entry.get("weight"), route))
+        source_cfg = config_of_source(cfg, flags, options)
+        sources.append(Source(name, source_cfg, entry.get("weight"), route))
     if any(source.chooses for source in sources):
         for source in sources:  # rows without a route: for teachers without routes
             source.route = source.route if source.chooses else None
@@ -60,6 +63,27 @@ def listed_sources(cfg):
         raise ValueError(f"--data: {name} has no weight, and {reason}; give each one, or leave out "
                          "all (as many samples as it has rows)")
     return sources
+
+
+def config_of_source(cfg, flags, options):
+    """Return the Config of a run on one source of a mixture.
+
+    Args:
+        flags: {flag: value}; options: SourceOptions.
+    """
+    source = copy.copy(cfg)
+    vars(source).update(flags)
+    source.source_options = options
+    source.of_teachers = None
+    check_flags(source)
+    check_together(source)
+    source.check_held_out()
+    for name in ("join_rows", "on_policy"):
+        if options.weight_key and is_set(source, name):
+            raise ValueError(f"--data: weight_key {options.weight_key} with "
+                             f"{shown(source, name)}: weighs one row of the data; leave out "
+                             "one of them")
+    return source
 
 
 class Mixture:

@@ -62,6 +62,19 @@ def check_route(route, source, routes_by_teacher):
                          "name one that does")
 
 
+def check_other_columns(parts, collator, names, weighs):
+    """Raise a DataError where a teacher would teach nothing, by what stands beside the text.
+
+    Args:
+        collator: Collator; names: of its teachers.
+        weighs: all of them count each row by its weight.
+    """
+    check_routes_taken(parts, collator, names)
+    check_teacher_prompts(parts)
+    if weighs:
+        check_weights(parts)
+
+
 def check_teacher_prompts(parts):
     """Raise a DataError where no row has what teachers alone are to read.
 

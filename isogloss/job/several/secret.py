@@ -1,8 +1,11 @@
-"""Hand the secret of a job from rank 0 to the other ranks, by a file that this user alone can read.
+"""Agree on the secret of a job: a token of its environment, or what rank 0 draws.
+
+Rank 0 hands it to the others by a file that this user alone can read.
 
 Tests: tests/test_launch.py.
 """
 
+import hashlib
 import os
 import re
 import secrets
@@ -10,7 +13,72 @@ import socket
 import stat
 import time
 
-from isogloss.job.rendezvous import MAGIC, READING_TIMEOUT, SECRET_BYTES, TOKEN_VARIABLE
+from isogloss.job.rendezvous import TOKEN_VARIABLE
+from isogloss.job.several import values
+from isogloss.job.several.values import READING_TIMEOUT, SECRET_BYTES, part
+
+LEAST_TOKEN = 16  # characters
+MAGIC = b"secret of a job of isogloss\n"  # no other file is taken for one that holds a secret
+
+
+def agree(store):
+    """Sign from now on with the secret of the job; all of its ranks take part."""
+    values.secret = _secret_of_job(store, os.environ.get(TOKEN_VARIABLE, ""))
+
+
+def _secret_of_job(store, token):
+    """Return the secret that the environment gives all ranks, or that rank 0 draws.
+
+    Args:
+        token: of the environment of this rank; "": there is none.
+
+    Raises:
+        ValueError: the environments of the ranks give different ones; on all ranks.
+    """
+    rank = int(os.environ["RANK"])
+    ranks = int(os.environ["WORLD_SIZE"])
+    # which tells nothing of a token that cannot be guessed
+    proof = hashlib.sha256(f"isogloss {token}".encode(errors="surrogateescape")).digest()
+    store.set(f"token of {rank}", proof)
+    keys = [f"token of {other}" for other in range(ranks)]
+    store.wait(keys)
+    proofs = store.multi_get(keys)
+    others = [other for other in range(ranks) if proofs[other] != proofs[0]]
+    if others:
+        part(store, "tokens", rank, ranks)
+        raise ValueError(f"the variable {TOKEN_VARIABLE} is another one for rank {others[0]} than "
+                         "for rank 0; set the same on every node, or none")
+    if token and len(token) < LEAST_TOKEN:
+        raise ValueError(f"the variable {TOKEN_VARIABLE} has {len(token)} characters; expected "
+                         f"{LEAST_TOKEN} or more that nobody can guess, the same on every node")
+    if token:
+        return hashlib.sha256(token.encode(errors="surrogateescape")).digest()
+    return _drawn_secret(store, rank, ranks)
+
+
+def _drawn_secret(store, rank, ranks):
+    """Return the secret that rank 0 draws, and lays where the ranks of this user can read it."""
+    per_node = os.environ.get("LOCAL_SIZE") or os.environ.get("LOCAL_WORLD_SIZE") or ranks
+    on_one_node = int(per_node) == ranks
+    if rank == 0:
+        secret = secrets.token_bytes(SECRET_BYTES)
+        if on_one_node:
+            store.set("secret", _in_memory(secret))
+        else:
+            lay_out(store, secret, ranks)
+        return secret
+    return take(store, rank, on_one_node)
+
+
+def _in_memory(secret):
+    """Keep a secret in memory that processes of this user can open; return its path.
+
+    As in ipc.py it has no name, and is gone with this process.
+    """
+    descriptor = os.memfd_create("isogloss_secret")
+    os.fchmod(descriptor, 0o600)
+    os.write(descriptor, MAGIC + secret)
+    return f"/proc/{os.getpid()}/fd/{descriptor}"
 
 
 def lay_out(store, secret, ranks):

@@ -4,11 +4,37 @@ Tests: tests/test_layouts.py.
 """
 
 import os
+from typing import NamedTuple
 
 import torch.distributed as dist
 
-from isogloss.job.layout import Roles
 from isogloss.job.rendezvous import job_store
+from isogloss.job.several.values import read_value, write_value
+
+
+class Roles(NamedTuple):
+    """This rank's role in a job whose nodes have ranks for teachers alone.
+
+    role: "student" or "teacher".
+    node: index of this rank's node, from 0.
+    local_rank: index among the node's ranks of the same role, from 0.
+    student_ranks, teacher_ranks: ranks of either role on every node.
+    store: key-value store of the whole job, both worlds.
+    """
+
+    role: str
+    node: int
+    local_rank: int
+    student_ranks: int
+    teacher_ranks: int
+    store: dist.Store
+
+    def publish(self, key, value):
+        write_value(self.store, f"node {self.node}: {key}", value)
+
+    def read(self, key):
+        """Wait until a rank of this node has published a value, and return it."""
+        return read_value(self.store, f"node {self.node}: {key}")
 
 
 def check_teacher_ranks(teacher_ranks, ranks_per_node):

@@ -1,0 +1,1 @@
+"""What a flag adds to a batch: packed rows, weights of terms, keys of texts."""
