@@ -167,19 +167,12 @@ DOORS: dict[str, Door] = {
 # What several doors use and the hall does not: they know the hall, and one another.  The tables of
 # two tokenizers, which spelling.py makes, are on disk from the second run on.
 TOOLS = (
-<<<<<<< HEAD
-    "align_dp", "spelling", "rollout", "policy_losses", "flags.lists", "flags.tool", "job.ipc",
-    "job.sequence_group", "job.trial", "projection_tools.args", "projection_tools.save",
-    "models.adapter_parts", "models.compiled_layers", "student.whole_student", "teachers.group",
-    "teachers.mixing", "teachers.text_scores",
-=======
     "align_dp", "spelling", "rollout", "policy_losses",
     "data.options.term_weights", "data.options.text_keys",
     "flags.lists", "flags.tool", "job.ipc", "job.sequence_group", "job.trial", "job.several.values",
     "projection_tools.args", "projection_tools.save", "models.adapter_parts",
-    "student.whole_student",
+    "models.compiled_layers", "student.whole_student",
     "teachers.group", "teachers.mixing", "teachers.text_scores",
->>>>>>> hall2
 )
 
 

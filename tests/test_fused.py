@@ -14,15 +14,24 @@ from isogloss.objective import fused, loss_table, projected
 from isogloss.objective.objective import Part
 from isogloss.tile_plan import SubTile, Tile
 from isogloss.tiles import Head, HiddenLogits, tiled_losses
-from test_translation import ALL_PAIRS, COARSE, CROSSING, FINE, UNWRITTEN, Toy, random_logits
+from test_translation import (
+    ALL_PAIRS,
+    COARSE,
+    CROSSING,
+    FINE,
+    NESTED,
+    UNWRITTEN,
+    Toy,
+    random_logits,
+)
 from toys import Tokenizer
 
 WEIGHTS = 0.3, 0.7
 LOSS_OF = {"forward_kl": "piece_kl", "reverse_kl": "reverse_kl", "generalized_jsd":
            "generalized_jsd", "skew_forward_kl": "skew_forward_kl",
            "skew_reverse_kl": "skew_reverse_kl", "total_variation": "total_variation"}
-# a pair whose texts have every kind of node
-PAIRS = [*ALL_PAIRS[:2], *ALL_PAIRS[-2:], (Tokenizer(*COARSE.rank, **UNWRITTEN), FINE)]
+# pairs whose texts have every kind of node; the last ones choose among cells of several tokens too
+PAIRS = [*ALL_PAIRS[:2], *ALL_PAIRS[-2:], NESTED["letters"], (Tokenizer(*COARSE.rank, **UNWRITTEN), FINE)]
 
 
 @pytest.fixture(autouse=True)
@@ -217,8 +226,8 @@ def compile_losses(monkeypatch):
 def test_what_a_compiler_makes_of_chunks_is_the_same(monkeypatch):
     compile_losses(monkeypatch)
     for seed, name in itertools.product((3, 4), ("uld", "gold", "projection_kl", "alm")):
-        sub_tile, x, y, tables = of_toy(PAIRS[-2], seed, torch.float64)
-        sub_tile = of_whole_chunks(sub_tile, PAIRS[-2])
+        sub_tile, x, y, tables = of_toy(PAIRS[3], seed, torch.float64)
+        sub_tile = of_whole_chunks(sub_tile, PAIRS[3])
         monkeypatch.setattr(projected, "_projection", lambda *_, sizes=(x.shape[1], y.shape[1]):
                             random_projection(*sizes))
         loss = build(monkeypatch, tables, name, WEIGHTS[0])
@@ -229,7 +238,7 @@ def test_what_a_compiler_makes_of_chunks_is_the_same(monkeypatch):
 def test_what_a_compiler_makes_of_it_is_the_same(monkeypatch):
     compile_losses(monkeypatch)
     for seed, ce_weight in ((3, WEIGHTS[0]), (4, WEIGHTS[0]), (3, 0.0)):
-        sub_tile, x, y, tables = of_toy(PAIRS[-2], seed, torch.float64)
+        sub_tile, x, y, tables = of_toy(PAIRS[3], seed, torch.float64)
         loss = build(monkeypatch, tables, "piece_kl", ce_weight)
         check_both(loss, sub_tile, x, y, ce_weight, 1e-6)
 

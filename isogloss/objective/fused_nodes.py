@@ -116,8 +116,8 @@ class SmallNodes(NamedTuple):
 
     Attributes:
         kd: () their weighted sum.
-        rest_n, slope_n: the logsumexp that is read of a row, and the sum's derivative by it; 0: none
-            is read.
+        rest_n, slope_n: the logsumexp that is read of a row, and the sum's derivative by it; 0:
+            none is read.
         inside_X: (X,) the student's logits of the tokens in insides; slope_X: derivatives by them.
         slope_Y: (Y,) by the logits of all other tokens; row_Y, token_Y: these.
     """
