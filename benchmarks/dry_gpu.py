@@ -688,7 +688,7 @@ def resources(path):
     return int(registers), sum(map(int, re.findall(r"(\d+) bytes spill", done.stderr)))
 
 
-def main(losses="", cases="", traffic=",".join(BOUNDS),
+def main(losses="", cases="", traffic="all",
          copies="piece_kl,projection_kl,gold,uld,alm,forward_kl",
          compiled="piece_kl,forward_kl,reverse_kl,generalized_jsd"):
     """Run everything, or what is named, with commas."""
@@ -697,8 +697,8 @@ def main(losses="", cases="", traffic=",".join(BOUNDS),
     wrong = 0
     lines = itertools.chain(
         step_lines(as_list(losses or list(LOSSES)), as_list(cases or list(CASES))),
-        map(bytes_line, as_list(traffic)), map(copies_line, as_list(copies)),
-        compiled_lines(as_list(compiled)))
+        map(bytes_line, list(BOUNDS) if traffic == "all" else as_list(traffic)),
+        map(copies_line, as_list(copies)), compiled_lines(as_list(compiled)))
     for line in lines:
         print(json.dumps(line), flush=True)
         wrong += len(line["wrong"])

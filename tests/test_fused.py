@@ -31,7 +31,8 @@ LOSS_OF = {"forward_kl": "piece_kl", "reverse_kl": "reverse_kl", "generalized_js
            "generalized_jsd", "skew_forward_kl": "skew_forward_kl",
            "skew_reverse_kl": "skew_reverse_kl", "total_variation": "total_variation"}
 # pairs whose texts have every kind of node; the last ones choose among cells of several tokens too
-PAIRS = [*ALL_PAIRS[:2], *ALL_PAIRS[-2:], NESTED["letters"], (Tokenizer(*COARSE.rank, **UNWRITTEN), FINE)]
+PAIRS = [*ALL_PAIRS[:2], *ALL_PAIRS[-2:], NESTED["letters"],
+         (Tokenizer(*COARSE.rank, **UNWRITTEN), FINE)]
 
 
 @pytest.fixture(autouse=True)

@@ -12,23 +12,20 @@ Tests: tests/test_fused.py.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from functools import partial
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 
-from isogloss import losses, translation
-from isogloss.losses import FLOOR, SHIFT, at_least_float32
-from isogloss.nodes import Nodes, Tables
-from isogloss.translation import Answers, CellColumns, RootTarget
+from isogloss import losses
+from isogloss.losses import FLOOR, at_least_float32
 
 DERIVED = ("forward_kl", "reverse_kl", "generalized_jsd", "skew_forward_kl", "skew_reverse_kl",
            "total_variation")
 
 
 class WrittenSums(NamedTuple):
-    """Hold what a sub-tile adds to `counts.TermSums`, () each; agreed: None where nothing counts."""
+    """Hold what a sub-tile adds to `counts.TermSums`, () each; agreed: None, nothing counts it."""
 
     ce: torch.Tensor
     kd: torch.Tensor

@@ -226,7 +226,8 @@ def row_logs(x_nX, chunks, side, num_more, temperature):
         side: "S" or "T", whose logits these are; num_more: how many rows are not the first of a
             chunk.
     """
-    first_C, count_C, row = [getattr(chunks, f"{name}_{side}") for name in ("first", "count", "row")]
+    first_C, count_C, row = [getattr(chunks, f"{name}_{side}")
+                             for name in ("first", "count", "row")]
     x = at_least_float32(x_nX) / temperature
     total_n = x.logsumexp(-1)
     if not num_more:
