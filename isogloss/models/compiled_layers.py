@@ -7,7 +7,7 @@ a very large one, runs as it is, and a line says why.
 Tests: tests/test_compiled_layers.py, tests/test_teacher.py.
 """
 
-from functools import partial
+from functools import cache, partial
 
 import torch
 from torch import nn
@@ -42,7 +42,7 @@ class CompiledForward:
         is_changed = "forward" in vars(layer) or unwrapped is None
         self.inner = self.plain if is_changed else unwrapped.__get__(layer)
         self.compiled = torch.compile(
-            self.inner, backend=backend, dynamic=True, fullgraph=whole)
+            self.inner, backend=backend_of(COMPILER), dynamic=True, fullgraph=whole)
         self.flag = flag
         self.learns = learns
         self.reasons = reasons
@@ -79,13 +79,19 @@ class CompiledForward:
             print_line(f"{self.flag}: {self.kind} is not compiled, and runs as it is ({reason})")
 
 
-def backend(graph, inputs):
-    """Compile a graph, as a backend of torch.compile."""
-    count = len(graph.graph.nodes)
-    if count > MOST_OPERATIONS:
-        raise ValueError(f"it has {count} operations, and {MOST_OPERATIONS} are compiled at most")
-    compiler = torch._dynamo.lookup_backend(COMPILER) if isinstance(COMPILER, str) else COMPILER
-    return compiler(graph, inputs)
+@cache
+def backend_of(compiler):
+    """Return a backend of torch.compile that refuses large graphs; layers share what it makes."""
+    if isinstance(compiler, str):
+        compiler = torch._dynamo.lookup_backend(compiler)
+
+    def backend(graph, inputs):
+        count = len(graph.graph.nodes)
+        if count > MOST_OPERATIONS:
+            raise ValueError(f"it has {count} operations, more than {MOST_OPERATIONS}")
+        return compiler(graph, inputs)
+
+    return backend
 
 
 def first_line(error):
