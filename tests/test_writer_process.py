@@ -139,7 +139,7 @@ def test_a_process_writes_while_the_student_trains(base, command):  # noqa: F811
     A job that is asked to end keeps what is being written, and goes on as if it had not been.
     """
     folder, argv = base
-    argv = [*argv, config_of(base, 2, 8, 1), "--rollout_eval=0"]
+    argv = [*argv, config_of(base, 2, 8, 1), "--rollout_eval=0", "--num_workers=1"]
     ahead = [*argv, "--steps=4", f"--writer={command()}",
              f"--output_dir={folder / 'ahead'}"]
     ended = [*argv, "--steps=4", f"--output_dir={folder / 'ended'}"]
@@ -204,7 +204,8 @@ def run_and_see_ends(argv_list):
 def test_more_steps_than_the_run_had_go_on_as_if_it_had_had_them(base, command):  # noqa: F811
     """Though the texts of the first one of them are written while the last one before trains."""
     folder, argv = base
-    argv = [*argv, config_of(base, 2, 8, 1), "--eval_rows=0", f"--writer={command()}"]
+    argv = [*argv, config_of(base, 2, 8, 1), "--eval_rows=0", f"--writer={command()}",
+            "--num_workers=1"]
     argv.remove("--eval_rows=6")
     longer = [*argv, f"--output_dir={folder / 'longer'}"]
     [(codes, ends)] = ranks.run(1, run_and_see_ends, [

@@ -83,10 +83,7 @@ def start_distributed(roles=None):
 
 
 def seed_draws(seed):
-    """Seed all generators of this process.
-
-    As transformers.set_seed, whose import takes two seconds where peft and bitsandbytes are there.
-    """
+    """Seed all generators; transformers.set_seed would import peft, bitsandbytes and a compiler."""
     for set_seed in (random.seed, np.random.seed, torch.manual_seed):
         set_seed(seed)
 
