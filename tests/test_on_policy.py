@@ -210,7 +210,8 @@ def test_the_same_rollouts_and_curve_in_every_layout(base):
     }
     by_ranks = {}
     for name, (num_ranks, *flags) in runs.items():
-        command = [*argv, *flags, "--steps=2", f"--output_dir={folder / name}"]
+        command = [*argv, *flags, "--steps=2", "--rollout_tokens=12",
+                   f"--output_dir={folder / name}"]
         by_ranks.setdefault(num_ranks, []).append(command)
     for num_ranks, commands in by_ranks.items():
         run_all(num_ranks, *commands)
