@@ -32,10 +32,12 @@ SHAPE = dict(hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_atte
 
 @pytest.hookimpl(tryfirst=True)  # before those that are not asked for are left out
 def pytest_collection_modifyitems(items):
-    """Mark what slow.txt lists; the files with the most slow tests run first.
+    """Run the files with the most marks of slow first, so that at the end no worker waits long.
 
-    So at the end no worker waits long for another.
+    Then mark what slow.txt lists: many cases of few seconds.
     """
+    slow = Counter(item.path for item in items if item.get_closest_marker("slow"))
+    items.sort(key=lambda item: -slow[item.path])
     num_fast = {}
     for line in SLOW.read_text().splitlines():
         if not line.startswith("#"):
@@ -47,8 +49,6 @@ def pytest_collection_modifyitems(items):
         seen[name] += 1
         if seen[name] > num_fast.get(name, len(items)):
             item.add_marker(pytest.mark.slow)
-    slow = Counter(item.path for item in items if item.get_closest_marker("slow"))
-    items.sort(key=lambda item: -slow[item.path])
 
 
 def asset(*parts):
