@@ -22,7 +22,7 @@ transfer: .venv/installed
 test: .venv/installed-dev
 	$(PYTEST) --durations=20 tests
 
-# eight minutes on two idle cores
+# less than two minutes on two idle cores: what tests/slow.txt and marks leave
 test-fast: .venv/installed-dev
 	$(PYTEST) -m "not slow" tests
 

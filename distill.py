@@ -25,7 +25,6 @@ if __name__ == "__main__":  # --help and wrong flags end here, before torch is i
     Config.read(sys.argv[1:])
 
 import torch.distributed as dist
-import transformers
 
 from isogloss import build, once_in_a_while as once
 from isogloss.data.workers import end_workers
@@ -61,12 +60,12 @@ def train_student(cfg, roles, device):
         inputs = check_inputs(cfg, device, roles)
     build.announce_teachers(inputs, roles)
     # of dropout, different on every rank; the order of the data has a seed of its own
-    transformers.set_seed(cfg.seed + dist.get_rank())
+    launch.seed_draws(cfg.seed + dist.get_rank())
     with launch.fail_together(roles, "models"):
         state = build.build_state(cfg, inputs, device, roles)
     with ExitStack() as stack:
-        stack.callback(end_workers)
         build.prepare(state, inputs, roles, stack)
+        stack.callback(end_workers)  # before all others: they hold the pipes of a writer, too
         start = build.resume(state, inputs)
         once.announce(state, inputs, start)
         signals = watch.StopSignals()  # before data workers start, which inherit its handlers

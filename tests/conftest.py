@@ -25,14 +25,30 @@ from recipes.tiny import prepare
 
 ASSETS = ROOT.parent / "shared" / "assets"
 GOLDEN = ROOT / "tests" / "golden"
+SLOW = ROOT / "tests" / "slow.txt"
 SHAPE = dict(hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
              num_key_value_heads=2, max_position_embeddings=256, initializer_range=0.2)
 
 
+@pytest.hookimpl(tryfirst=True)  # before those that are not asked for are left out
 def pytest_collection_modifyitems(items):
-    """Run the files with the most slow tests first: at the end no worker waits long for another."""
+    """Run the files with the most marks of slow first, so that at the end no worker waits long.
+
+    Then mark what slow.txt lists: many cases of few seconds.
+    """
     slow = Counter(item.path for item in items if item.get_closest_marker("slow"))
     items.sort(key=lambda item: -slow[item.path])
+    num_fast = {}
+    for line in SLOW.read_text().splitlines():
+        if not line.startswith("#"):
+            name, number = line.split()
+            num_fast[name] = int(number)
+    seen = Counter()
+    for item in items:
+        name = f"{item.path.name}::{item.originalname}"
+        seen[name] += 1
+        if seen[name] > num_fast.get(name, len(items)):
+            item.add_marker(pytest.mark.slow)
 
 
 def asset(*parts):

@@ -54,6 +54,8 @@ def job_for(flags):
 def run_distill(argv_list, draws=False):
     """Run several command lines in one process; return their exit codes.
 
+    Without data workers, which take longer than many of these jobs, unless a line asks for some.
+
     Args:
         draws: the curves of a model's card, which takes longer than many of these jobs.
     """
@@ -62,7 +64,7 @@ def run_distill(argv_list, draws=False):
     codes = []
     for argv in argv_list:
         try:
-            distill.cli([*argv, "--local_rank=" + os.environ["LOCAL_RANK"]])
+            distill.cli(["--num_workers=0", *argv, "--local_rank=" + os.environ["LOCAL_RANK"]])
             codes.append(0)
         except SystemExit as end:
             codes.append(end.code)

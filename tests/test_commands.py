@@ -39,7 +39,7 @@ from text_servers import StandIn
 NO_COMMANDS = "@software", "data:", "loss = ", "rho_t = ", "--writer ", "true "
 # What a rank of the tests has in its environment, and a program that a user starts has not.
 OF_RANKS = "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_SIZE", "MASTER_ADDR", "MASTER_PORT"
-# Pages whose programs run in processes of their own; the others share those of warm ranks.
+# Pages that run each program once in a process of its own; the others share those of warm ranks.
 FRESH = "docs/teachers.md", "docs/evaluate.md"
 # {what a command begins with: why it does not run here}
 NOT_RUN = {
@@ -126,13 +126,19 @@ def folder_of(command):
     return name if command.page.endswith(".md") else f"{name}_{COMMANDS.index(command)}"
 
 
+def first_of(module):
+    """Return the first command of the pages in FRESH that runs a module."""
+    begin = f"python -m {module} "
+    return next(each for each in COMMANDS if each.page in FRESH and each.line.startswith(begin))
+
+
 def words_of(command, address="http://host:8000"):
     """Return its words, with what stands here in place of what is elsewhere, and short."""
     line = re.sub(r"http://[\w-]+:8000", address, command.line)
     for there, here in REPLACED.items():
         line = line.replace(there, here)
     words = shlex.split(line)
-    if command.page in FRESH and words[0] == "python":
+    if command.page in FRESH and words[0] == "python" and command == first_of(words[2]):
         words[0] = sys.executable
     if has_tasks(command):
         limited = '--eval_task_options={"limit": 1, "data": "eval"}'  # as the page has it

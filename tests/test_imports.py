@@ -1,6 +1,7 @@
 """What is copied stands alone; a room imports only rooms above it; nothing goes in circles."""
 
 import ast
+import functools
 import graphlib
 
 import pytest
@@ -58,15 +59,27 @@ def room_of(module):
     return parts[0] if parts[0] in ROOMS else f".{parts[0]}"
 
 
+@functools.cache
+def tree_of(path):
+    return ast.parse(path.read_text())
+
+
+@functools.cache
+def import_nodes(path):
+    """List the nodes of a file that import, wherever in it."""
+    kinds = ast.Import | ast.ImportFrom
+    return [node for node in ast.walk(tree_of(path)) if isinstance(node, kinds)]
+
+
 def imports_of(module, path, known):
     """Return the modules of ours that a file imports, wherever in it."""
-    return _imported(module, path, ast.walk(ast.parse(path.read_text())), known)
+    return _imported(module, path, import_nodes(path), known)
 
 
 def at_the_top(module, known):
     """Return the modules of ours that a file imports when it is imported itself."""
     nodes = []
-    blocks = [ast.parse(known[module].read_text()).body]
+    blocks = [tree_of(known[module]).body]
     while blocks:
         for node in blocks.pop():
             nodes.append(node)

@@ -7,7 +7,7 @@ import tokenize
 from collections import defaultdict
 
 from conftest import ROOT
-from test_imports import modules
+from test_imports import modules, tree_of
 
 # {name: why several classes have it}
 SHARED_NAMES = {
@@ -26,7 +26,7 @@ NOT_OURS = {("engine", "skipped_steps"), ("student", "encode"), ("args", "output
 def trees():
     """Return {path: syntax tree} of what is imported or copied, and of benchmarks."""
     paths = {*modules().values(), *(ROOT / "benchmarks").glob("*.py")}
-    return {path: ast.parse(path.read_text()) for path in sorted(paths)}
+    return {path: tree_of(path) for path in sorted(paths)}
 
 
 def names_in(tree):
@@ -54,7 +54,10 @@ def test_what_prose_names_exists():
     names = defaultdict(set)
     for path, tree in all_trees.items():
         names[path.stem if path.stem != "__init__" else path.parent.name] |= names_in(tree)
-    files = {path.name for path in ROOT.rglob("*.py") if ".venv" not in path.parts}
+    files = {path.name for path in ROOT.glob("*.py")}
+    for folder in ROOT.iterdir():
+        if folder.is_dir() and not folder.name.startswith("."):
+            files |= {path.name for path in folder.rglob("*.py")}
     stale = []
     for path, tree in all_trees.items():
         for text in prose_of(path, tree):

@@ -157,7 +157,7 @@ def base(models, texts, tmp_path_factory):
         f"--student={models[0]}", f"--teacher={models[1]}", "--max_length=120",
         f"--data={write_corpus(folder, texts, 30)}", "--eval_rows=6", "--on_policy=0.5",
         "--rollout_tokens=24", "--prompt_tokens=8", "--rollout_log=8", "--rollout_eval=4",
-        "--num_workers=1", "--loss=reverse_kl"]
+        "--num_workers=0", "--loss=reverse_kl"]
 
 
 def config_of(base, stage, micro_batch_size, num_ranks):
@@ -201,16 +201,17 @@ def test_the_same_rollouts_and_curve_in_every_layout(base):
     folder, argv = base
     runs = {
         "one": (1, config_of(base, 2, 8, 1)),
-        "two": (2, config_of(base, 3, 2, 2)),
+        "two": (2, config_of(base, 3, 2, 2), "--num_workers=1"),
         "hooks": (2, config_of(base, 3, 4, 2), "--rollout_replica=false", "--rollout_batch=1"),
         "shards": (2, config_of(base, 3, 8, 1), "--sequence_parallel=2"),
-        "packed": (2, config_of(base, 2, 4, 2), "--pack", "--num_workers=0"),
+        "packed": (2, config_of(base, 2, 4, 2), "--pack"),
         "four": (4, config_of(base, 2, 2, 4)),
         "pipelines": (4, config_of(base, 1, 2, 2), "--pipeline_parallel=2"),
     }
     by_ranks = {}
     for name, (num_ranks, *flags) in runs.items():
-        command = [*argv, *flags, "--steps=2", f"--output_dir={folder / name}"]
+        command = [*argv, *flags, "--steps=2", "--rollout_tokens=12",
+                   f"--output_dir={folder / name}"]
         by_ranks.setdefault(num_ranks, []).append(command)
     for num_ranks, commands in by_ranks.items():
         run_all(num_ranks, *commands)
@@ -247,7 +248,8 @@ def test_teachers_on_ranks_of_their_own_correct_rollouts(base):
 def test_resume_goes_on_with_the_rollouts_of_its_batch(base):
     """A run that ends between two steps of a batch, or is killed; on other ranks, with copies."""
     folder, argv = base
-    argv = [*argv, "--rollout_every=3", "--rollouts_per_prompt=2", "--save_every=1"]
+    argv = [*argv, "--rollout_every=3", "--rollouts_per_prompt=2", "--save_every=1",
+            "--num_workers=1"]
     one = [*argv, config_of(base, 2, 8, 1)]
     stopped = f"--output_dir={folder / 'stopped'}"
     moved = f"--output_dir={folder / 'moved'}"

@@ -13,6 +13,7 @@ import warnings
 import pytest
 
 import ranks
+from conftest import ROOT, SLOW
 
 LIBRARIES = "torch", "numpy", "deepspeed", "transformers", "datasets", "peft", "tokenizers"
 
@@ -62,6 +63,14 @@ def state_of_process():
         state[f"signal {number}"] = getattr(handler, "__name__", handler)
     numbers = [random.random(), float(np.random.rand()), float(torch.rand(()))]
     return {name: str(value) for name, value in state.items()}, numbers
+
+
+def test_what_is_slow_is_there():
+    lines = [line for line in SLOW.read_text().splitlines() if not line.startswith("#")]
+    for line in lines:
+        file, _, function = line.partition(" ")[0].partition("::")
+        assert f"\ndef {function}(" in (ROOT / "tests" / file).read_text(), line
+    assert lines == sorted(lines, key=lambda line: line.partition("::")[0])
 
 
 @pytest.mark.slow

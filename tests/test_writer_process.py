@@ -21,6 +21,7 @@ from isogloss.writing.node_writer import NodeWriter
 from isogloss.writing.writer_process import WriterProcess, check_command, prompt_as_plain
 from jobs import losses_of, run_all, run_distill
 from launched import run_with_trouble, wait_until
+from stand_in_engine import fork_for_all
 from test_on_policy import (
     base,  # noqa: F401, a fixture
     check_same_rollouts_curve,
@@ -32,8 +33,14 @@ from test_on_policy import (
 STAND_IN = Path(__file__).with_name("stand_in_writer.py")
 
 
-def command(*words):
-    return f"{sys.executable} {STAND_IN} {' '.join(words)}"
+@pytest.fixture(scope="module")
+def command(tmp_path_factory):
+    """A function of words -> --writer, whose process is the fork of one that has imported."""
+    address = tmp_path_factory.mktemp("stand_ins") / "socket"
+    group = ranks.start(1, fork_for_all, str(address))
+    wait_until(address.exists)
+    yield lambda *words: f"{sys.executable} {STAND_IN} --as={address} {' '.join(words)}"
+    ranks.kill(group)
 
 
 def without_entropy(lines):
@@ -42,7 +49,7 @@ def without_entropy(lines):
 
 
 @pytest.mark.slow
-def test_another_process_writes_what_the_student_would(base):  # noqa: F811
+def test_another_process_writes_what_the_student_would(base, command):  # noqa: F811
     """With its weights after every step, of a partitioned student and for two ranks."""
     folder, argv = base
     argv = [*argv, "--steps=3"]
@@ -70,7 +77,7 @@ def notice_small_gaps(rank):
 @pytest.mark.slow
 @pytest.mark.parametrize("fault, line", [
     ("stale", "has other weights than the student"), ("dies", "ended with exit code 7")])
-def test_a_process_that_fails_ends_the_job_with_a_line(base, fault, line):  # noqa: F811
+def test_a_process_that_fails_ends_the_job_with_a_line(base, command, fault, line):  # noqa: F811
     folder, argv = base
     flags = [*argv, config_of(base, 2, 8, 1), "--steps=5", f"--output_dir={folder / fault}",
              f"--writer={command(fault)}", "--rollout_eval=0"]
@@ -107,7 +114,7 @@ def test_a_signal_that_comes_to_another_thread_ends_the_wait():
 
 
 @pytest.mark.slow
-def test_a_signal_while_a_writer_hangs_saves_the_steps_so_far(base):  # noqa: F811
+def test_a_signal_while_a_writer_hangs_saves_the_steps_so_far(base, command):  # noqa: F811
     """The first request is a check; the fourth is that of step 3.  Then the same job goes on.
 
     Its curve is that of a student that writes by itself.
@@ -126,13 +133,13 @@ def test_a_signal_while_a_writer_hangs_saves_the_steps_so_far(base):  # noqa: F8
 
 
 @pytest.mark.slow
-def test_a_process_writes_while_the_student_trains(base):  # noqa: F811
+def test_a_process_writes_while_the_student_trains(base, command):  # noqa: F811
     """With the weights of one step before, which it had when it was asked.
 
     A job that is asked to end keeps what is being written, and goes on as if it had not been.
     """
     folder, argv = base
-    argv = [*argv, config_of(base, 2, 8, 1), "--rollout_eval=0"]
+    argv = [*argv, config_of(base, 2, 8, 1), "--rollout_eval=0", "--num_workers=1"]
     ahead = [*argv, "--steps=4", f"--writer={command()}",
              f"--output_dir={folder / 'ahead'}"]
     ended = [*argv, "--steps=4", f"--output_dir={folder / 'ended'}"]
@@ -161,7 +168,7 @@ def test_a_process_writes_while_the_student_trains(base):  # noqa: F811
 
 
 @pytest.mark.slow
-def test_what_an_evaluation_waits_for_in_vain_a_resumed_run_does(base):  # noqa: F811
+def test_what_an_evaluation_waits_for_in_vain_a_resumed_run_does(base, command):  # noqa: F811
     """Of five requests the first is a check, the second of step 0, the fifth evaluates step 2."""
     folder, argv = base
     argv = [*argv, config_of(base, 2, 8, 1), "--steps=4", "--staleness=0", "--eval_every=2",
@@ -180,17 +187,31 @@ def test_what_an_evaluation_waits_for_in_vain_a_resumed_run_does(base):  # noqa:
         assert records_of(folder / fault) == records_of(folder / "no fault")
 
 
+def run_and_see_ends(argv_list):
+    """Return the exit codes of jobs, and of their writers: not 0 where one had to be killed."""
+    ends = []
+    close = WriterProcess.close
+
+    def close_and_see(process, **options):
+        close(process, **options)
+        ends.append(process.process.returncode)
+
+    WriterProcess.close = close_and_see
+    return run_distill(argv_list), ends
+
+
 @pytest.mark.slow
-def test_more_steps_than_the_run_had_go_on_as_if_it_had_had_them(base):  # noqa: F811
+def test_more_steps_than_the_run_had_go_on_as_if_it_had_had_them(base, command):  # noqa: F811
     """Though the texts of the first one of them are written while the last one before trains."""
     folder, argv = base
-    argv = [*argv, config_of(base, 2, 8, 1), "--eval_rows=0", f"--writer={command()}"]
+    argv = [*argv, config_of(base, 2, 8, 1), "--eval_rows=0", f"--writer={command()}",
+            "--num_workers=1"]
     argv.remove("--eval_rows=6")
     longer = [*argv, f"--output_dir={folder / 'longer'}"]
-    [codes] = ranks.run(1, run_distill, [
+    [(codes, ends)] = ranks.run(1, run_and_see_ends, [
         [*longer, "--steps=3"], [*longer, "--steps=5"],
         [*argv, f"--output_dir={folder / 'straight on'}", "--steps=5"]])
-    assert codes == [0, 0, 0]
+    assert codes == ends == [0, 0, 0]
     lines = losses_of(folder / "straight on", -1)
     assert [line["rollout/staleness"] for line in lines] == [0, 1, 0, 1, 1]
     assert losses_of(folder / "longer", -1) == lines
@@ -281,7 +302,7 @@ def test_what_fits_no_prompt_is_refused_at_the_door(tmp_path):
         assert expected in message and "\n" not in message, (answer[:80], message)
         assert len(message) < 700
         if answer.startswith(" "):  # what is left of it has to be read
-            process.close()
+            process.close(is_busy=True)
             answers.write_text("".join(f"{with_one()}\n{each}\n" for each, _ in WRONG[-1:]))
             process = engine(tmp_path, PLAYER, answers)
     process.close()

@@ -23,8 +23,8 @@ with warnings.catch_warnings():  # a rank of its own imports these later, if at 
     import deepspeed.module_inject.auto_ep_layer  # noqa: F401
     import deepspeed.runtime.zero.muon.muon_optimizer  # noqa: F401
     import matplotlib.pyplot  # noqa: F401
+    import peft  # noqa: F401
     import scipy.io  # noqa: F401
-    import transformers.trainer_utils  # noqa: F401
     from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 
 get_checkpoint_conversion_mapping("llama")

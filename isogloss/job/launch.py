@@ -5,6 +5,7 @@ Tests: tests/test_cli.py, tests/test_launch.py.
 
 import logging
 import os
+import random
 import resource
 import socket
 import warnings
@@ -12,6 +13,7 @@ from contextlib import contextmanager
 
 import datasets
 import deepspeed
+import numpy as np
 import torch
 import torch.distributed as dist
 import transformers
@@ -78,6 +80,12 @@ def start_distributed(roles=None):
         rendezvous.host_group()  # where ranks cannot reach one another, that is seen here
     rendezvous.set_timeout(rendezvous.LOADING_TIMEOUT)
     return torch.device(get_accelerator().current_device_name())
+
+
+def seed_draws(seed):
+    """Seed all generators; transformers.set_seed would import peft, bitsandbytes and a compiler."""
+    for set_seed in (random.seed, np.random.seed, torch.manual_seed):
+        set_seed(seed)
 
 
 def _join_process_group(roles):
