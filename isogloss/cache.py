@@ -22,7 +22,6 @@ from functools import partial
 from pathlib import Path
 
 from isogloss.command import tool
-from isogloss.data.options.text_keys import key_of, keys_of
 
 if __name__ == "__main__":  # flags come before torch is imported
     raise SystemExit(tool("cache"))
@@ -39,6 +38,7 @@ from isogloss.data.chat import teacher_ids
 from isogloss.data.checks import explained
 from isogloss.data.mixture import sources_of
 from isogloss.data.open_data import holds_chats
+from isogloss.data.options.text_keys import key_of, keys_of
 from isogloss.errors import DataError
 from isogloss.flags.model_names import is_address, read_model_name, without_secrets
 from isogloss.inputs import load_text_encoder, open_rows

@@ -493,7 +493,7 @@ class Config(ModelFlags, DataFlags, LossFlags, OnPolicyFlags,
         self._check_values()
         self._check_trained()
         self._check_loss()
-        if self.on_policy:
+        if self.on_policy or (self.writer, self.rollout_top_p) != ("student", 1):
             from isogloss.flags.on_policy import check_on_policy
 
             check_on_policy(self)

@@ -10,6 +10,8 @@ def check_on_policy(cfg):
         raise ValueError("--writer: is empty; expected student, vllm or a command")
     if not 0 < cfg.rollout_top_p <= 1:
         raise ValueError(f"--rollout_top_p {cfg.rollout_top_p}: expected more than 0, at most 1")
+    if not cfg.on_policy:
+        return
     if not cfg.kd_weight:
         raise ValueError(f"--on_policy {cfg.on_policy} with --kd_weight 0: what the student "
                          "writes is learned from teachers alone; raise --kd_weight")
