@@ -77,6 +77,8 @@ def test_compiled_layers_are_as_near_to_float64_as_plain_ones(family, compiler, 
     monkeypatch.setattr(compiled_layers, "COMPILER", compiler)
     model = write(family)
     plain, exact = copy.deepcopy(model), copy.deepcopy(model).double()
+    if "num_experts" in FAMILIES[family]:  # products of groups have no float64
+        exact.set_experts_implementation("eager")
     forwards = compile_layers(model, "--compile true", learns=True)
     for rows, length in ((2, 9), (3, 30)):
         ids = torch.randint(VOCAB, (rows, length))
