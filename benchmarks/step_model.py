@@ -128,9 +128,10 @@ EAGER, COMPILED = (95, 1.08), (11, 0.25)
 EAGER_TEACHER, COMPILED_TEACHER = (53, 0.72), (6, 0.13)
 # Bytes as counted at bb30f36; sub-tiles, and two thirds of 23,564 kernels, as the log says.
 THEN = Work(34.7, 15_700, 30, EAGER, EAGER_TEACHER)
-# dry_gpu.py --traffic: 8.4 MB, 1,649 launches in seven sub-tiles of 4,096 positions at 4,096 MiB
-WRITTEN_OUT = replace(THEN, loss_megabytes=8.4, loss_kernels=3 * 1649, sub_tiles=3 * 7)
-LARGE_TILES = replace(WRITTEN_OUT, loss_kernels=3 * 2 * 236, sub_tiles=3 * 2)  # 16,384 MiB
+# dry_gpu.py --traffic: 307 launches in three sub-tiles of 4,096 positions at 8,192 MiB; seven at
+# 4,096 MiB, and two at 16,384
+WRITTEN_OUT = replace(THEN, loss_megabytes=7.0, loss_kernels=3 * 7 * 103, sub_tiles=3 * 7)
+LARGE_TILES = replace(WRITTEN_OUT, loss_kernels=3 * 2 * 103, sub_tiles=3 * 2)
 COMPILED_STUDENT = replace(LARGE_TILES, student=COMPILED)
 COMPILED_BOTH = replace(COMPILED_STUDENT, teacher=COMPILED_TEACHER)
 STEPS = {"when it was measured": THEN, "loss written out": WRITTEN_OUT,

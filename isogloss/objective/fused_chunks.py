@@ -355,14 +355,16 @@ def write_means(
         (sum of the cross-entropy (), how many labels are the likeliest ()).
     """
     x = at_least_float32(x_nV) / temperature
-    logp_CV = log_means(x, logs, chunks.first_S)
     numbers = torch.arange(len(slope_CV), device=x.device)
     chunk_n = torch.full_like(label_n, -1).index_copy(0, chunks.row_S, numbers[chunks.of_S])
     has_chunk_n1 = (chunk_n >= 0)[:, None]
     chunk_n = chunk_n.clamp(min=0)
-    logp_nV = (x - logs.total_n[:, None]).clamp(min=FLOOR)
-    to_row = (logp_nV - logp_CV.index_select(0, chunk_n)).exp().masked_fill(logp_nV <= FLOOR, 0.0)
-    d_nV = slope_CV.index_select(0, chunk_n) * to_row
+    logp_nV = x - logs.total_n[:, None]
+    d_nV = slope_CV.index_select(0, chunk_n).masked_fill(logp_nV <= FLOOR, 0.0)
+    if len(logs.mean_LX):  # the part of the row in the mean; all of it where the chunk has one
+        number_n1 = logs.number_C[chunk_n][:, None]
+        mean_nV = logs.mean_LX.index_select(0, number_n1[:, 0].clamp(min=0))
+        d_nV = torch.where(number_n1 >= 0, d_nV * (logp_nV - mean_nV).exp(), d_nV)
     d_nV = d_nV - logp_nV.exp() * d_nV.sum(-1, keepdim=True)
     scale_n = 1 / (temperature * chunks.count_S[chunk_n])
     d_nV = torch.where(has_chunk_n1, scale_n[:, None] * d_nV, 0.0)
