@@ -59,8 +59,7 @@ def train_student(cfg, roles, device):
     with launch.fail_together(roles, "inputs"):
         inputs = check_inputs(cfg, device, roles)
     build.announce_teachers(inputs, roles)
-    # of dropout, different on every rank; the order of the data has a seed of its own
-    launch.seed_draws(cfg.seed + dist.get_rank())
+    launch.seed_draws(cfg.seed + dist.get_rank())  # of dropout; the order of the data has its own
     with launch.fail_together(roles, "models"):
         state = build.build_state(cfg, inputs, device, roles)
     with ExitStack() as stack:
