@@ -13,7 +13,7 @@ from isogloss.projection_tools.tokenizers import Pair
 from jobs import short_run
 from test_imports import at_the_top, imports_of, modules
 
-MOST_LINES = 18_200  # that the simplest run imports
+MOST_LINES = 18_250  # that the simplest run imports
 # What it imports, a line each: the last words of its output.
 PROGRAM = """
 import sys

@@ -204,13 +204,13 @@ def test_the_page_writes_with_a_draft(byte_level, tmp_path, monkeypatch, capsys)
 @pytest.mark.slow
 def test_transformers_accepts_as_many(byte_level, texts, tmp_path, monkeypatch):
     """Its assisted generation, sampled, at every place of the held-out rows that both can read."""
-    rows = texts[:20]
+    rows = texts[:40]
     flags = flags_for(byte_level, texts, tmp_path, max_length=200, eval_rows=2,
                       ds_config=ds_config(tmp_path / "ds.json", 0, len(rows), 1))
     [(_, metrics, _)] = ranks.run(1, evaluated, flags, rows)
     torch.manual_seed(0)
     accepted, tried = counted(byte_level, rows, monkeypatch)
-    assert tried > 700
+    assert tried > 1500
     rate = metrics["eval/draft_acceptance"]
     assert 0.1 < rate < 0.9
-    assert accepted / tried == pytest.approx(rate, abs=0.03)
+    assert accepted / tried == pytest.approx(rate, abs=0.02)
