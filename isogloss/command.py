@@ -144,7 +144,7 @@ class CacheArgs:
     teacher_engine: str = shared(Config, "teacher_engine")
     teacher_tp: int = shared(Config, "teacher_tp")
     teacher_offload: bool = shared(Config, "teacher_offload")
-    teacher_compile: bool = shared(Config, "teacher_compile")
+    teacher_compile: str = shared(Config, "teacher_compile")
     batch_tokens: int = flag(8192, "positions that a rank reads at a time.", low=1, high=2**24)
     push_to_hub: str = flag(
         "", "data set of the hub to upload it to, as in me/cache, from where --teacher_cache "

@@ -361,9 +361,9 @@ class TeacherParallelismFlags:
     teacher_offload: bool = flag(
         False, "keep the teacher's weights in the host's memory but for its forward passes.",
         free=True, key="offload")
-    teacher_compile: bool = flag(
-        False, "compile the teacher's layers, which takes up to a minute, once; not with "
-        "teacher_engine zero3.", free=True, key="compile")
+    teacher_compile: str = flag(
+        "auto", "compile the teacher's layers: true, false, or auto: on a GPU.", free=True,
+        choices=("auto", "true", "false"), key="compile")
 
 
 @dataclass(kw_only=True)
@@ -476,7 +476,8 @@ class Config(ModelFlags, DataFlags, LossFlags, OnPolicyFlags,
     def __post_init__(self):
         if self.loss_memory_mib == "auto":
             self.loss_memory_mib = 0
-        self.compile = str(self.compile).lower()  # a YAML file has bools
+        for name in ("compile", "teacher_compile"):  # a YAML file has bools
+            setattr(self, name, str(getattr(self, name)).lower())
         if self.teacher == "self":
             if self.from_scratch:
                 raise ValueError("--teacher self with --from_scratch: random weights have nothing "

@@ -89,6 +89,24 @@ def test_compiled_layers_are_as_near_to_float64_as_plain_ones(family, compiler, 
     assert not forwards[0].reasons
 
 
+def test_a_teachers_layer_that_comes_out_otherwise_runs_as_it_is(monkeypatch, capsys):
+    """Its first pass already gives what the layer itself does."""
+    def wrong(graph, inputs):
+        return lambda *args: [1.5 * out for out in graph(*args)]
+
+    monkeypatch.setattr(compiled_layers, "COMPILER", wrong)
+    model = write("llama").eval()
+    ids = torch.randint(VOCAB, (2, 9))
+    with torch.no_grad():
+        right = model(input_ids=ids, use_cache=False).logits
+        [forward, *_] = compile_layers(model)
+        ours = [model(input_ids=ids, use_cache=False).logits for _ in range(2)]
+    assert all(torch.equal(logits, right) for logits in ours)
+    [reason] = forward.reasons.values()
+    assert reason.startswith("compiled, it differs by 0.5")
+    assert "is not compiled, and runs as it is" in capsys.readouterr().err
+
+
 def counting(graph, inputs):
     GRAPHS.append(len(graph.graph.nodes))
     return graph.forward

@@ -370,7 +370,8 @@ def test_a_compiled_teacher_gives_the_same_logits(tmp_path, monkeypatch):
     torch.manual_seed(1)
     plain, compiled = (
         load_replicated(ModelSpec(path=str(tmp_path / "gemma3_text"), vocab=VOCAB,
-                                  dtype="float32", compile=compile)) for compile in (False, True))
+                                  dtype="float32", compile=compile))
+        for compile in ("false", "true"))
     packed_positions = torch.cat([torch.arange(9), torch.arange(6)])[None]
     ids = torch.randint(VOCAB, (1, 15))
     for given in (ids, torch.stack([ids, packed_positions]), torch.randint(VOCAB, (2, 61))):
@@ -395,7 +396,7 @@ def compare_compiled(folder, cases):
     for case in cases:
         with pytest.MonkeyPatch.context() as monkeypatch:
             graphs = counting_compiler(monkeypatch)
-            teacher = load(folder, *case, compile=True)
+            teacher = load(folder, *case, compile="true")
         whole = whole_model(folder / case.name)
         for rows, length in ((2, 9), (4, 30), (3, 14), (2, 63)):
             ids = torch.randint(VOCAB, (rows, length))

@@ -14,6 +14,7 @@ from torch import nn
 from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
 
 from isogloss.job.watch import is_first_rank, print_line
+from isogloss.models.compiler import TOLERANCE
 
 COMPILER = "inductor"
 # Compiled once each: kinds of layers x whether there is one row x kinds of masks, of all models.
@@ -33,6 +34,8 @@ class CompiledForward:
             that do not.
         reasons: {kind of layers: why they run as they are}, of all layers of the model.
         heard: a list that gets (arguments, those by name) of every call, or None.
+        is_known: it was compared with the layer itself; a layer that learns is compared by
+            student/options/compiled.py, any other one in its first pass.
     """
 
     def __init__(self, layer, flag, reasons, *, learns, whole):
@@ -49,6 +52,7 @@ class CompiledForward:
         types = [str(getattr(layer, name, "")) for name in ("layer_type", "attention_type")]
         self.kind = " ".join(filter(None, [type(layer).__name__, *types]))
         self.heard = None
+        self.is_known = learns
 
     def __call__(self, *args, **kwargs):
         if self.heard is not None:
@@ -67,10 +71,22 @@ class CompiledForward:
         if self.kind in self.reasons:
             return self.inner(*args, **kwargs)
         try:
-            return self.compiled(*args, **kwargs)
+            compiled = self.compiled(*args, **kwargs)
+            return compiled if self.is_known else self.compared(compiled, args, kwargs)
         except (TorchDynamoException, FailOnRecompileLimitHit) as error:
             self.give_up(first_line(error))
             return self.inner(*args, **kwargs)
+
+    def compared(self, compiled, args, kwargs):
+        """Return what the layer itself gives; from here on too, where the compiled one differs."""
+        self.is_known = True
+        plain = self.inner(*args, **kwargs)
+        ours, right = [out[0] if isinstance(out, tuple) else out for out in (compiled, plain)]
+        difference = float((ours - right).float().norm() / right.float().norm())
+        tolerance = TOLERANCE.get(right.dtype, TOLERANCE[torch.float32])
+        if not difference <= tolerance:
+            self.give_up(f"compiled, it differs by {difference:.2g}, more than {tolerance:g}")
+        return plain
 
     def give_up(self, reason):
         """Run all layers of this kind as they are from here on; rank 0 says why."""

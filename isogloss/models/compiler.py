@@ -7,6 +7,10 @@ import torch
 
 from isogloss.job.watch import print_line
 
+# Relative difference between two computations of the same numbers: what one layer too many or too
+# few changes is far above it.  Half precision rounds at 0.4 %.
+TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.05, torch.float16: 0.05}
+
 
 def missing_compiler():
     """Say what torch.compile lacks on this machine; "": nothing."""

@@ -11,10 +11,6 @@ import torch
 from isogloss.data.batch_types import StudentBatch
 from isogloss.teachers.engines.whole import head_gives_own_logits
 
-# Relative difference between two computations of the same logits: what one layer too many or too
-# few changes is far above it.  Half precision rounds at 0.4 %.
-TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.05, torch.float16: 0.05}
-
 NUM_PROBES = 8
 
 

@@ -2,7 +2,8 @@
 
 import torch
 
-from isogloss.student.checks import TOLERANCE, all_models, evaluation_mode, refuse, student_batch
+from isogloss.models.compiler import TOLERANCE
+from isogloss.student.checks import all_models, evaluation_mode, refuse, student_batch
 
 
 def prepare(state, inputs, stack):

@@ -20,8 +20,9 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from isogloss.job.sequence_group import document_spans, join_sequence_group
+from isogloss.models.compiler import TOLERANCE
 from isogloss.models.pretrained import load_config
-from isogloss.student.checks import TOLERANCE, evaluation_mode, student_batch
+from isogloss.student.checks import evaluation_mode, student_batch
 
 # The name under which the student's attention is registered with transformers.  A name of its own,
 # because teachers live in the same process and keep their usual attention.

@@ -146,7 +146,7 @@ class CacheSpec(TeacherSpec):
 
     @classmethod
     def check(cls, cfg):
-        if cfg.teacher_compile:
+        if cfg.teacher_compile == "true":
             raise ValueError("--teacher_compile: a --teacher_cache has no forward pass; leave it "
                              "out")
         refuse(cfg, f"--{FLAG} {cfg.teacher_cache}", {

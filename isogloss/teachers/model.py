@@ -61,7 +61,7 @@ class ModelSpec(TeacherSpec):
         attention: an --attention.
         degree: ranks that share the model.
         offload: keep the weights in the host's memory but for the teacher's forward passes.
-        compile: let torch.compile make its forward pass.
+        compile: "true": let torch.compile make its forward pass; "auto": on a GPU, where it can.
         output_topk: tokens of the output "topk"; all others together are one event.
         rest_temperature: by which the loss divides such logits.
         same_ids: the ranks that share the model ask with the same ids; else each with its own.
@@ -75,7 +75,7 @@ class ModelSpec(TeacherSpec):
     attention: str = "auto"
     degree: int = 1
     offload: bool = False
-    compile: bool = False
+    compile: str = "false"
     output_topk: int = 256
     rest_temperature: float = 1.0
     same_ids: bool = False
@@ -129,6 +129,12 @@ class ModelSpec(TeacherSpec):
         """
         engine = self._resolved()
         check_layers(engine, config_of(self), self.compile)
+        if self.compile == "auto":
+            from isogloss.teachers.engines.layers import can_compile
+
+            on_gpu = str(self.device).startswith("cuda")
+            is_compiled = on_gpu and can_compile(engine, config_of(self))
+            self.compile = str(is_compiled).lower()
         if engine == "replicated":
             return load_replicated(self)
         from isogloss.teachers.engines.sharded import LOADERS
@@ -169,8 +175,8 @@ def checked_engine(cfg, config, num_ranks, ranks_per_node):
 
 
 def check_layers(engine, config, compile):
-    """Raise a ValueError where layers cannot be compiled, if they shall."""
-    if compile:
+    """Raise a ValueError where layers cannot be compiled, if they have to be."""
+    if compile == "true":
         from isogloss.teachers.engines.layers import check_compile
 
         check_compile(engine, config)

@@ -9,9 +9,9 @@ import torch.distributed as dist
 
 from isogloss.job.watch import print_line
 from isogloss.models.compiled_layers import compile_layers, decoder_layers, first_line
-from isogloss.models.compiler import missing_compiler
+from isogloss.models.compiler import TOLERANCE, missing_compiler
 from isogloss.models.pretrained import quantization_of
-from isogloss.student.checks import TOLERANCE, evaluation_mode, student_batch
+from isogloss.student.checks import evaluation_mode, student_batch
 
 PROBED = 24  # positions of each of two rows; of no size that a model has
 

@@ -31,6 +31,15 @@ def check_compile(engine, config):
                          "leave the flag out")
 
 
+def can_compile(engine, config):
+    """Tell whether `check_compile` lets a teacher's layers be compiled."""
+    try:
+        check_compile(engine, config)
+    except ValueError:
+        return False
+    return True
+
+
 class SummedLinear(nn.Module):
     """Apply a linear layer whose input features are cut over the ranks of a group.
 

@@ -84,7 +84,7 @@ def load_tensor_parallel(spec):
         parameter.data = parameter.data.clone()
     model = frozen(model)
     use_plain_layers(model)
-    if spec.compile:
+    if spec.compile == "true":
         compile_layers(model)
     if weight is None:  # tied: every rank keeps the whole input embedding
         weight = model.get_input_embeddings().weight
@@ -126,7 +126,7 @@ def load_transformers(spec):
     replica = Replica(spec.degree)
     _weight_files(local_folder(spec.path))  # without them all ranks end here, not one of them below
     model = frozen(load_weights(spec, distributed_config=DistributedConfig(tp_size=spec.degree)))
-    if spec.compile:
+    if spec.compile == "true":
         compile_layers(model)
     gathered = _gathered(model.get_output_embeddings())
     weight, bias = _once_per_node(lambda: gathered, spec.device)

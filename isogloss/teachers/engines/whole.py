@@ -180,7 +180,7 @@ def load_replicated(spec):
         model = frozen(load_weights(spec)).to(spec.device)
     num_parameters = sum(parameter.numel() for parameter in model.parameters())
     head = head_of(model, spec.vocab)
-    if spec.compile:
+    if spec.compile == "true":
         from isogloss.models.compiled_layers import compile_layers
 
         compile_layers(model)
