@@ -101,6 +101,7 @@ PRODUCTS, PRODUCTS_BOTH = 8, 25
 # Bytes a weight of AdamW in float32 that no kernel fuses, of clipping and of accumulated gradients:
 # 80, 20 and 30, by reading the operators of torch and DeepSpeed.  Estimated.
 UPDATE_BYTES = 130
+FUSED_UPDATE_BYTES = 78  # 28 of AdamW, which is one kernel on a GPU since f48d11d
 UPDATE_KERNELS = 1300  # three for each of 146 weights in each micro-batch.  Estimated.
 BACKWARD_ATTENTION = 2.5  # of flash attention, over its forward pass; it computes scores again
 
@@ -114,6 +115,7 @@ class Work:
         loss_kernels, sub_tiles: in the whole step.
         student: (kernels, MB a token) of a layer beside products, both passes.
         teacher: the same of its forward pass.
+        update_bytes: a weight.
     """
 
     loss_megabytes: float
@@ -121,6 +123,7 @@ class Work:
     sub_tiles: int
     student: tuple
     teacher: tuple
+    update_bytes: int = UPDATE_BYTES
 
 
 # dry_layer.py, torch 2.11: both passes of Llama-3.2-1B, the forward pass of Qwen3-4B
@@ -131,12 +134,13 @@ THEN = Work(34.7, 15_700, 30, EAGER, EAGER_TEACHER)
 # dry_gpu.py --traffic: 307 launches in three sub-tiles of 4,096 positions at 8,192 MiB; seven at
 # 4,096 MiB, and two at 16,384
 WRITTEN_OUT = replace(THEN, loss_megabytes=7.0, loss_kernels=3 * 7 * 103, sub_tiles=3 * 7)
-LARGE_TILES = replace(WRITTEN_OUT, loss_kernels=3 * 2 * 103, sub_tiles=3 * 2)
+FUSED_ADAM = replace(WRITTEN_OUT, update_bytes=FUSED_UPDATE_BYTES)
+LARGE_TILES = replace(FUSED_ADAM, loss_kernels=3 * 2 * 103, sub_tiles=3 * 2)
 COMPILED_STUDENT = replace(LARGE_TILES, student=COMPILED)
 COMPILED_BOTH = replace(COMPILED_STUDENT, teacher=COMPILED_TEACHER)
 STEPS = {"when it was measured": THEN, "loss written out": WRITTEN_OUT,
-         "and --loss_memory_mib 16384": LARGE_TILES, "and --compile": COMPILED_STUDENT,
-         "and --teacher_compile": COMPILED_BOTH}
+         "and AdamW in a kernel": FUSED_ADAM, "and --loss_memory_mib 16384": LARGE_TILES,
+         "and --compile": COMPILED_STUDENT, "and --teacher_compile": COMPILED_BOTH}
 
 
 def operations(student=STUDENT, teacher=TEACHER, tokens=TOKENS, length=LENGTH):
@@ -153,7 +157,7 @@ def traffic(work):
             "head's gradient": 8 * head * work.sub_tiles,
             "student's layers": work.student[1] * 1e6 * STUDENT.layers * TOKENS,
             "teacher's layers": work.teacher[1] * 1e6 * TEACHER.layers * TOKENS,
-            "update": UPDATE_BYTES * STUDENT.weights}
+            "update": work.update_bytes * STUDENT.weights}
 
 
 def kernels(work):

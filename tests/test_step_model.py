@@ -47,3 +47,4 @@ def test_each_piece_makes_the_step_shorter():
     seconds = [step["seconds"] for step in steps]
     assert seconds == sorted(seconds, reverse=True) and len(set(seconds)) == len(seconds)
     assert all(step["share_of_peak"] < step_model.MATMULS for step in steps)
+    assert steps[-1]["tokens_per_second"] > 40_000 and steps[-1]["share_of_peak"] > 0.45
