@@ -72,7 +72,6 @@ from isogloss.tiles import Head, head_of, tiled_loss, tiled_losses
 
 PACKAGES = Path(sysconfig.get_paths()["purelib"])
 INCLUDES = PACKAGES / "nvidia/cu13/include", PACKAGES / "triton/backends/nvidia/include"
-PTXAS = PACKAGES / "triton/backends/nvidia/bin/ptxas"
 ARCHITECTURE = "sm_90a"
 VOCAB = 151_646  # no multiple of 8, as Qwen's
 CELLS = 120_000  # that two vocabularies of this size have in common, about
@@ -558,6 +557,7 @@ def bytes_line(name, positions=4096):
             "plain_launches": traffic.launches, "plain_MB": megabytes(traffic.nbytes, positions)}
     nbytes, launches = traffic.nbytes, traffic.launches
     compiled = {}
+    before = compiled_files()
     for function, args, options in traffic.calls:
         key = function.__name__, len(args[0])
         if key not in compiled:
@@ -572,7 +572,8 @@ def bytes_line(name, positions=4096):
               for hidden in (2048, 4096)]
     counted = launches, line["MB"], *ratios
     wrong = {} if all(map(operator.le, counted, BOUNDS[name])) else {"bounds": BOUNDS[name]}
-    return line | {"over_matmuls": ratios, "wrong": wrong}
+    counts = resources_since(before)
+    return line | counts | {"over_matmuls": ratios, "wrong": wrong | counts["wrong"]}
 
 
 def megabytes(nbytes, positions):
@@ -624,19 +625,31 @@ def compiled_lines(names):
     """Yield what becomes of the compiled formula of each loss, forward and backward."""
     # constants would be folded by computing them, on a device that computes nothing
     torch._inductor.config.joint_graph_constant_folding = False
-    cache = Path(os.environ["TRITON_CACHE_DIR"])
     for name in names:
-        before = set(cache.glob("*/*.ptx"))
+        before = compiled_files()
         compile_both_passes(*formula_of(name))
-        kernels = {}
-        for path in set(cache.glob("*/*.ptx")) - before:  # several shapes of a kernel, to be timed
-            registers, spilled = resources(path)
-            most = kernels.get(path.stem, (0, 0))
-            kernels[path.stem] = max(most[0], registers), max(most[1], spilled)
-        spilled = sum(bytes_ for _, bytes_ in kernels.values())
-        wrong = {f"spill: {spilled} bytes": 1} if spilled else {}
-        yield {"compiled": name, "kernels": len(kernels), "wrong": wrong,
-               "registers": max((registers for registers, _ in kernels.values()), default=0)}
+        yield {"compiled": name} | resources_since(before)
+
+
+def compiled_files():
+    return set(Path(os.environ["TRITON_CACHE_DIR"]).glob("*/*.ptx"))
+
+
+def resources_since(before):
+    """Return how many kernels were compiled since, their most registers, and what is wrong.
+
+    Args:
+        before: what `compiled_files` said then.
+    """
+    kernels = {}
+    for path in compiled_files() - before:  # several shapes of a kernel, to be timed
+        registers, spilled = resources(path)
+        most = kernels.get(path.stem, (0, 0))
+        kernels[path.stem] = max(most[0], registers), max(most[1], spilled)
+    spilled = {name: spill for name, (_, spill) in kernels.items() if spill}
+    return {"kernels": len(kernels),
+            "registers": max((registers for registers, _ in kernels.values()), default=0),
+            "wrong": {"spilled bytes": spilled} if spilled else {}}
 
 
 def compile_both_passes(formula, arguments):
@@ -682,8 +695,11 @@ def formula_of(name):
 
 def resources(path):
     """Return (registers, spilled bytes) of a thread of a kernel."""
-    done = subprocess.run([PTXAS, "-v", f"--gpu-name={ARCHITECTURE}", "-o", os.devnull, path],
-                          capture_output=True, text=True, check=True)
+    from triton import knobs  # what compiled it, which may be of CUDA's toolkit
+
+    done = subprocess.run(
+        [knobs.nvidia.ptxas.path, "-v", f"--gpu-name={ARCHITECTURE}", "-o", os.devnull, path],
+        capture_output=True, text=True, check=True)
     [registers] = re.findall(r"Used (\d+) registers", done.stderr)
     return int(registers), sum(map(int, re.findall(r"(\d+) bytes spill", done.stderr)))
 
