@@ -542,12 +542,17 @@ def _kl(logq: Tensor, logp: Tensor) -> Tensor:
 
 def _adaptive_divergence(logp: Tensor, logq: Tensor, alpha: float) -> Tensor:
     """Return the (N,) values of `adaptive_kl`."""
+    h = adaptive_weight(logp, logq, alpha)
+    return h * _kl(logq, logp) + (1 - h) * _kl(logp, logq)
+
+
+def adaptive_weight(logp: Tensor, logq: Tensor, alpha: float) -> Tensor:
+    """Return the (N,) weights of KL(q || p) in `adaptive_kl`, without a gradient."""
     q, order = logq.exp().sort(-1)
     gap = (q - logp.detach().exp().gather(-1, order)).abs()
     is_unlikely = q.cumsum(-1) < alpha
     likely_gap = torch.where(is_unlikely, 0.0, gap).sum(-1)
-    h = likely_gap / gap.sum(-1).clamp(min=TINY_MASS)
-    return h * _kl(logq, logp) + (1 - h) * _kl(logp, logq)
+    return likely_gap / gap.sum(-1).clamp(min=TINY_MASS)
 
 
 # --- chunks --------------------------------------------------------------------------------------

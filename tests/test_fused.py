@@ -29,7 +29,8 @@ from toys import Tokenizer
 WEIGHTS = 0.3, 0.7
 LOSS_OF = {"forward_kl": "piece_kl", "reverse_kl": "reverse_kl", "generalized_jsd":
            "generalized_jsd", "skew_forward_kl": "skew_forward_kl",
-           "skew_reverse_kl": "skew_reverse_kl", "total_variation": "total_variation"}
+           "skew_reverse_kl": "skew_reverse_kl", "adaptive_kl": "adaptive_kl",
+           "total_variation": "total_variation"}
 # pairs whose texts have every kind of node; the last ones choose among cells of several tokens too
 PAIRS = [*ALL_PAIRS[:2], *ALL_PAIRS[-2:], NESTED["letters"],
          (Tokenizer(*COARSE.rank, **UNWRITTEN), FINE)]

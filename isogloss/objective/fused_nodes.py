@@ -23,6 +23,7 @@ from isogloss.nodes import Tables
 from isogloss.objective.fused import (
     WrittenSums,
     divergence_and_gradient,
+    live_copies_of,
     text_and_gradient,
     weights_of,
 )
@@ -355,7 +356,10 @@ class TranslationGradient:
     cells: CellColumns
     has_text: bool
     compiler: Callable
-    live_copies = 3.3
+
+    @property
+    def live_copies(self):
+        return live_copies_of(self.divergence.name)
 
     def __call__(self, student_nV, teacher_mW, sub_tile, factors, has_text):
         """Write the gradient over the student's logits; return the WrittenSums."""
