@@ -638,14 +638,16 @@ def compiled_files():
 def resources_since(before):
     """Return how many kernels were compiled since, their most registers, and what is wrong.
 
+    A kernel spills if all its shapes do: the fastest one is taken.
+
     Args:
         before: what `compiled_files` said then.
     """
     kernels = {}
     for path in compiled_files() - before:  # several shapes of a kernel, to be timed
         registers, spilled = resources(path)
-        most = kernels.get(path.stem, (0, 0))
-        kernels[path.stem] = max(most[0], registers), max(most[1], spilled)
+        most, least = kernels.get(path.stem, (0, spilled))
+        kernels[path.stem] = max(most, registers), min(least, spilled)
     spilled = {name: spill for name, (_, spill) in kernels.items() if spill}
     return {"kernels": len(kernels),
             "registers": max((registers for registers, _ in kernels.values()), default=0),

@@ -15,6 +15,8 @@ Tests: tests/test_step_model.py.
 import json
 from dataclasses import dataclass, replace
 
+import fire
+
 # A bare launch by the host, in seconds: what CUDA itself takes.  Python and autograd take more.
 LAUNCH = 5e-6
 # Share of the peak that large bfloat16 products reach, of a dense Hopper card.  Vendors' libraries
@@ -181,9 +183,10 @@ def expected(work, card="H200"):
 
 
 def main():
+    """Print a line of JSON for the step of the log, and for each piece that came since."""
     for name, work in STEPS.items():
         print(json.dumps({"step": name} | expected(work)))
 
 
 if __name__ == "__main__":
-    main()
+    fire.Fire(main)

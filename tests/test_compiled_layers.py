@@ -206,9 +206,7 @@ JOBS = {  # name: (ranks, ZeRO stage, accumulation steps, flags)
     "checkpoints": (1, 2, 1, SAVING),
     "adapter": (1, 1, 1, ["--lora_r=4", "--activation_checkpointing"]),
     "writes": (1, 2, 1, ["--on_policy=0.5", "--rollout_tokens=8"]),
-    "shards, packed": (2, 1, 1, ["--pack"]),
-    "Ulysses": (2, 2, 1, ["--sequence_parallel=2"]),
-    "ZeRO-3": (2, 3, 2, []),
+    "Ulysses, packed": (2, 2, 1, ["--sequence_parallel=2", "--pack"]),
     "ZeRO-3, checkpoints": (2, 3, 1, SAVING),
     "pipeline": (2, 1, 2, ["--pipeline_parallel=2"]),
 }

@@ -14,7 +14,7 @@ from torch import nn
 from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
 
 from isogloss.job.watch import is_first_rank, print_line
-from isogloss.models.compiler import TOLERANCE
+from isogloss.models.compiler import TOLERANCE, first_line
 
 COMPILER = "inductor"
 # Compiled once each: kinds of layers x whether there is one row x kinds of masks, of all models.
@@ -108,12 +108,6 @@ def backend_of(compiler):
         return compiler(graph, inputs)
 
     return backend
-
-
-def first_line(error):
-    """Return the first line of what an exception says; of a compiler's its cause."""
-    lines = str(getattr(error, "inner_exception", error)).strip().splitlines()
-    return lines[0].strip() if lines else type(error).__name__
 
 
 def decoder_layers(model, flag):
