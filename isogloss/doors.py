@@ -111,7 +111,7 @@ DOORS: dict[str, Door] = {
                         "projection_tools.projection_files")),
     "written": Door("--loss_backend compiled, which is auto on a GPU",
                     "Gradients of losses that are written out.",
-                    ("objective.fused", "objective.fused_chunks", "objective.fused_nodes")),
+                    ("objective.fused_chunks", "objective.fused", "objective.fused_nodes")),
     "cells": Door("the first run of two tokenizers", "The tables of their translation.",
                   ("projection_tools.cells",)),
     "untiled": Door("--tiled=false", "The logits of a whole micro-batch.",
@@ -172,7 +172,7 @@ TOOLS = (
     "data.options.term_weights", "data.options.text_keys",
     "flags.lists", "flags.tool", "job.ipc", "job.sequence_group", "job.trial", "job.several.values",
     "projection_tools.args", "projection_tools.save", "models.adapter_parts",
-    "models.compiled_layers", "student.whole_student",
+    "models.compiled_formula", "models.compiled_layers", "student.whole_student",
     "teachers.group", "teachers.mixing", "teachers.text_scores",
 )
 

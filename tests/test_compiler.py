@@ -7,6 +7,7 @@ from cases import gradient
 from every_loss import chunk_problem
 from isogloss import translation
 from isogloss.models import compiler
+from isogloss.models.compiled_formula import CompiledFormula
 from isogloss.models.compiler import loss_compiler, missing_compiler
 
 
@@ -39,3 +40,19 @@ def test_auto_compiles_on_a_gpu_alone_and_without_a_compiler_there_is_a_line(mon
     assert "there is no triton, so the loss runs as plain torch" in capsys.readouterr().err
     with pytest.raises(ValueError, match="--loss_backend compiled: there is no triton; install"):
         loss_compiler("compiled", "cpu")
+
+
+def test_a_formula_that_no_compiler_takes_runs_as_plain_torch(capsys):
+    def half(x):
+        return x / 2
+
+    def refuses(graph, inputs):
+        raise RuntimeError("nothing can be made of it\nand more")
+
+    formula = CompiledFormula(half)
+    formula.compiled = torch.compile(half, backend=refuses)
+    x = torch.ones(3)
+    assert torch.equal(formula(x), x / 2) and torch.equal(formula(2 * x), x)
+    [line] = capsys.readouterr().err.splitlines()
+    assert "makes nothing of half of the loss, which runs as plain torch" in line
+    assert line.endswith("nothing can be made of it)")

@@ -14,7 +14,8 @@ from torch import nn
 from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
 
 from isogloss.job.watch import is_first_rank, print_line
-from isogloss.models.compiler import TOLERANCE, first_line
+from isogloss.models.compiled_formula import first_line
+from isogloss.models.compiler import TOLERANCE
 
 COMPILER = "inductor"
 # Compiled once each: kinds of layers x whether there is one row x kinds of masks, of all models.

@@ -32,35 +32,6 @@ def plain(function):
     return function
 
 
-def first_line(error):
-    """Return the first line of what an exception says; of a compiler's its cause."""
-    lines = str(getattr(error, "inner_exception", error)).strip().splitlines()
-    return lines[0].strip() if lines else type(error).__name__
-
-
-class CompiledFormula:
-    """Call what torch.compile makes of a formula; with a line itself, where that fails.
-
-    Attributes:
-        formula: the function; compiled: None where it failed.
-    """
-
-    def __init__(self, formula):
-        self.formula = formula
-        self.compiled = torch.compile(formula, dynamic=True)
-
-    def __call__(self, *args, **options):
-        if self.compiled is None:
-            return self.formula(*args, **options)
-        try:
-            return self.compiled(*args, **options)
-        except torch._dynamo.exc.TorchDynamoException as error:
-            self.compiled = None
-            print_line(f"torch.compile makes nothing of {self.formula.__name__} of the loss, which "
-                       f"runs as plain torch ({type(error).__name__}: {first_line(error)})")
-            return self.formula(*args, **options)
-
-
 @functools.cache
 def loss_compiler(backend, device_type):
     """Return what makes a formula of a loss faster: (function) -> function that computes the same.
@@ -80,6 +51,8 @@ def loss_compiler(backend, device_type):
         def compiled(function):
             if device_type == "cuda":
                 _announce()
+            from isogloss.models.compiled_formula import CompiledFormula
+
             return CompiledFormula(function)
 
         return functools.cache(compiled)

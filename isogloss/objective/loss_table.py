@@ -352,6 +352,5 @@ def build_loss(cfg, student, teacher, device, has_rest=False):
     loss = spec.build(cfg, pair, device, has_rest)
     if cfg.temperature == 1 and not has_rest:
         is_written = loss.write_gradient and not cfg.dump_losses
-        # where the gradient is written out an evaluation has most of them: there is no graph
         loss.live_copies = loss.write_gradient.live_copies if is_written else spec.live_copies
     return loss

@@ -99,13 +99,13 @@ class Part:
         if self.position_losses is not None:
             return None
         has_text = self.ce_weight is not None and not sub_tile.on_policy
-        ce, kd, correct, agreed = self.write_gradient(
-            student, teacher, sub_tile, factors, has_text)
+        ce, kd, correct, agreed = self.write_gradient(student, teacher, sub_tile, factors, has_text)
         zero = torch.zeros_like(kd)
         ce = ce if self.ce_weight else zero
         rollout_kd = kd if sub_tile.on_policy else zero
         agreed = zero if agreed is None else agreed
         return torch.stack(TermSums(ce, kd, rollout_kd, correct, agreed))
+
 
 @dataclass
 class LossTerms:

@@ -4,6 +4,7 @@ import torch
 import torch.distributed as dist
 
 from isogloss import losses
+from isogloss.doors import door
 from isogloss.models.compiler import loss_compiler, plain
 from isogloss.objective.loss_table import AUTO_WEIGHT, DistillationLoss, batch_of_one
 from isogloss.projection_tools.build import cached_projection
@@ -93,10 +94,10 @@ def build_projection_kl(cfg, pair, device, has_rest=False):
         """Return the loss of the columns, and what writes its gradient, or None."""
         gradient = None
         if is_written:
-            from isogloss.objective.fused_chunks import Projection, ProjectionGradient
-
-            gradient = ProjectionGradient(Projection.of(listed, len(indices)), cfg.temperature,
-                                          options["reverse"], compiler)
+            written = door("written")
+            gradient = written.ProjectionGradient(
+                written.Projection.of(listed, len(indices)), cfg.temperature, options["reverse"],
+                compiler)
         return compare(listed), gradient
 
     def for_columns(kept_K):
@@ -139,10 +140,10 @@ def build_gold(cfg, pair, device, has_rest=False, *, relaxed=False):
     gradient = None
     compiler = loss_compiler(cfg.loss_backend, torch.device(device).type)
     if compiler is not plain and options["chunk_average"] == "p" and len(rest[0]) and len(rest[1]):
-        from isogloss.objective.fused_chunks import GoldGradient, Vocabularies
-
-        gradient = GoldGradient(Vocabularies.of(common, rest), cfg.temperature,
-                                options["uncommon_topk"], options["reverse"], compiler)
+        written = door("written")
+        gradient = written.GoldGradient(
+            written.Vocabularies.of(common, rest), cfg.temperature, options["uncommon_topk"],
+            options["reverse"], compiler)
     return DistillationLoss(loss_fn, gradient, indices_VK=indices, is_observed=True)
 
 

@@ -129,12 +129,10 @@ class ModelSpec(TeacherSpec):
         """
         engine = self._resolved()
         check_layers(engine, config_of(self), self.compile)
-        if self.compile == "auto":
+        if self.compile == "auto" and str(self.device).startswith("cuda"):
             from isogloss.teachers.engines.layers import can_compile
 
-            on_gpu = str(self.device).startswith("cuda")
-            is_compiled = on_gpu and can_compile(engine, config_of(self))
-            self.compile = str(is_compiled).lower()
+            self.compile = str(can_compile(engine, config_of(self))).lower()
         if engine == "replicated":
             return load_replicated(self)
         from isogloss.teachers.engines.sharded import LOADERS

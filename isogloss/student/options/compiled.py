@@ -8,8 +8,9 @@ import torch
 import torch.distributed as dist
 
 from isogloss.job.watch import print_line
+from isogloss.models.compiled_formula import first_line
 from isogloss.models.compiled_layers import compile_layers, decoder_layers
-from isogloss.models.compiler import TOLERANCE, first_line, missing_compiler
+from isogloss.models.compiler import TOLERANCE, missing_compiler
 from isogloss.models.pretrained import quantization_of
 from isogloss.student.checks import evaluation_mode, student_batch
 
