@@ -86,18 +86,10 @@ def build_projection_kl(cfg, pair, device, has_rest=False):
 
         return loss_fn
 
-    compiler = loss_compiler(cfg.loss_backend, torch.device(device).type)
-    is_written = not (compiler is plain or learned or has_rest or
-                      options["chunk_average"] == "logp")
-
     def both(listed):
         """Return the loss of the columns, and what writes its gradient, or None."""
-        gradient = None
-        if is_written:
-            written = door("written")
-            gradient = written.ProjectionGradient(
-                written.Projection.of(listed, len(indices)), cfg.temperature, options["reverse"],
-                compiler)
+        is_written = not (learned or has_rest)
+        gradient = write_projected(cfg, listed, len(indices), device) if is_written else None
         return compare(listed), gradient
 
     def for_columns(kept_K):
@@ -113,6 +105,21 @@ def build_projection_kl(cfg, pair, device, has_rest=False):
         *both(losses.projection_entries(indices, source, num_tokens)), for_columns=for_columns,
         coverage=coverage, coverage_names=("unreachable_mass",), indices_VK=indices,
         learned_projection=learned, is_observed=True)
+
+
+def write_projected(cfg, listed, num_tokens, device):
+    """Return what writes the gradient of `losses.projection_kl`, or None: autograd computes it.
+
+    Args:
+        listed: `losses.Entries`; num_tokens: V.
+    """
+    options = cfg.options_of_loss
+    compiler = loss_compiler(cfg.loss_backend, torch.device(device).type)
+    if compiler is plain or options["chunk_average"] == "logp":
+        return None
+    written = door("written")
+    projection = written.Projection.of(listed, num_tokens)
+    return written.ProjectionGradient(projection, cfg.temperature, options["reverse"], compiler)
 
 
 def _common_and_rest(cfg, pair, device, relaxed=False):
