@@ -1061,7 +1061,10 @@ def cut_chunks(alignment, limits):
     # One that does not fit has no part either.
     lost += [chunk[size : size + 1] for chunk, size in zip(chunks, cuts)]
     # where no chunk fits on both sides, one of them keeps tokens of some
-    lost.append(np.setxor1d(chunks[0][: cuts[0]], chunks[1][: cuts[1]]))
+    is_kept = []
+    for chunk, size in zip(chunks, cuts):
+        is_kept.append(np.bincount(chunk[:size] + 1, minlength=len(usable)) > 0)
+    lost.append(np.flatnonzero(is_kept[0] != is_kept[1]) - 1)
     return cuts, without_chunks(chunks, np.concatenate(lost))
 
 

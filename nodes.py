@@ -440,7 +440,7 @@ def _num_joined(read_N: Tensor, tables: Tables) -> Tensor:
 def _list_before(roots: Roots, tables: Tables) -> _Begun:
     num_pieces = tables.low_W.shape[1]
     u = roots.ended_T.clamp(min=0)
-    level = (tables.pieces_W[u] >= 0).sum(1)
+    level = (tables.pieces_W.index_select(0, u) >= 0).sum(1)
     # of spellings as long as the tables nothing is known that goes on
     known = (roots.ended_T >= 0) & (level < num_pieces)
     column = level.clamp(max=num_pieces - 1)
@@ -470,9 +470,9 @@ def _choice_ranges(
     roots: Roots, teacher_next: Tensor, tables: Tables, teacher_follows: Tensor
 ) -> _ChoiceRanges:
     token = roots.next_S
-    path_NP = tables.pieces_V[token]
+    path_NP = tables.pieces_V.index_select(0, token)  # much faster than by [token]
     # most tokens have few pieces, and the tables room for many
-    num_pieces = int((path_NP >= 0).any(0).sum())
+    num_pieces = int((path_NP.amax(0) >= 0).sum()) if len(token) else 0
     path_NP = path_NP[:, :num_pieces]
     # the teacher's rows from the root on, as long as they follow one another
     offset = torch.arange(num_pieces + 1)
@@ -486,8 +486,10 @@ def _choice_ranges(
     along = ((came_NP == path_NP) & (path_NP >= 0)).cumprod(1).bool()
     rank = tables.rank_V[token][:, None]
     further = slice(1, num_pieces + 1)
-    low = torch.cat([tables.low_V[:, further][token], rank], 1)[:, :num_pieces]
-    high = torch.cat([tables.high_V[:, further][token], rank + 1], 1)[:, :num_pieces]
+    low, high = [bound_V[:, further].index_select(0, token)
+                 for bound_V in (tables.low_V, tables.high_V)]
+    low = torch.cat([low, rank], 1)[:, :num_pieces]
+    high = torch.cat([high, rank + 1], 1)[:, :num_pieces]
     linked = tables.cell_V[token] < tables.num_cells
     # behind the last bit stands the sign's, which is set
     is_closed = (tables.closed_V[token][:, None] >> offset[:-1].clamp(max=62)) & 1 > 0
@@ -737,7 +739,9 @@ def tokens_that_ended(
     neighbors = _neighbors(student_chunk_BS, teacher_chunk_BT, student_text_BS, teacher_text_BT)
     before_S, count_S, before_T, count_T, next_T = neighbors
     u = teacher_next_BT.reshape(-1).clamp(min=0)[before_T]
-    pieces = tables.pieces_W[u]
+    # of most texts a chunk has few tokens, and the tables room for many
+    longest = int((count_S * (count_T == 1)).max()) if len(count_S) else 0
+    pieces = tables.pieces_W[:, : longest + 1].index_select(0, u)
     k = torch.arange(pieces.shape[1])
     row = (before_S[:, None] + k).clamp(max=student_next_BS.numel() - 1)
     realized = torch.where(k < count_S[:, None], student_next_BS.reshape(-1)[row], -1)

@@ -353,9 +353,12 @@ def _with_context(
     """
     first, end = 0, 0
     if len(position_m):
-        needed = _neighbors(torch.stack(position_m.aminmax()), labels_BT.shape[1])
-        first = int(torch.searchsorted(in_block, needed[0]))
-        end = int(torch.searchsorted(in_block, needed[-1])) + 1
+        width = labels_BT.shape[1]
+        lowest, highest = map(int, position_m.aminmax())
+        needed = torch.tensor([lowest - (lowest % width > 0),
+                               highest + (highest % width < width - 1)])
+        first, last = torch.searchsorted(in_block, needed).tolist()
+        end = last + 1
     positions = in_block[first:end]
     chunk = torch.full_like(positions, -1)
     chunk[torch.searchsorted(positions, position_m)] = sub_tile.teacher_chunk

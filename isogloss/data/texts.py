@@ -67,8 +67,12 @@ def check_size(texts):
 
 def _last_boundary(text, size):
     """Return the last place to cut in the second half of the first `size` characters; 0: none."""
-    boundaries = BOUNDARY.finditer(text, size // 2, size)
-    return max((boundary.end() for boundary in boundaries), default=0)
+    half = size // 2
+    for begin in (max(half, size - 256), half):  # most often one is near
+        boundaries = [boundary.end() for boundary in BOUNDARY.finditer(text, begin, size)]
+        if boundaries:
+            return boundaries[-1]
+    return 0
 
 
 def _draws_splits(encoder):
