@@ -29,7 +29,7 @@ import torch.distributed as dist
 from isogloss import build, once_in_a_while as once
 from isogloss.data.workers import end_workers
 from isogloss.doors import door
-from isogloss.errors import CannotSave, DataError, WriterError, WriterStopped
+from isogloss.errors import CannotSave, DataError, EngineError, EngineStopped
 from isogloss.inputs import check_inputs
 from isogloss.job import launch, rendezvous, watch
 from isogloss.job.counts import device_sums
@@ -111,11 +111,11 @@ def train(state, batches, held_out, start, ds_config, signals):
             take_steps(state, batches, held_out, start, log=log, signals=signals,
                        times_collectives=times_collectives)
     # on all ranks, and what was to be written belongs to no step yet
-    except WriterStopped:
+    except EngineStopped:
         once.save_if_new(state, start, log)
         once.end_if_stopped(state, signals.agree(log.failure), log)
         raise
-    except WriterError as error:
+    except EngineError as error:
         once.save_if_new(state, start, log)
         log.close()
         launch.fail(f"{error}; {once.describe_last_checkpoint(state)}", code=1)

@@ -9,9 +9,9 @@ class CannotSave(Exception):
     """Report a checkpoint, or another file of a run, that cannot be written; those before stay."""
 
 
-class WriterError(RuntimeError):
-    """Report that a writer has ended, does not answer, or gives another answer than expected."""
+class EngineError(RuntimeError):
+    """Report that an engine has ended, does not answer, or gives another answer than expected."""
 
 
-class WriterStopped(Exception):
-    """Report that a signal asks the job to end while it waits for a writer."""
+class EngineStopped(Exception):
+    """Report that a signal asks the job to end while it waits for an engine."""

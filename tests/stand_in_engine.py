@@ -14,6 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from isogloss import rollout
 from isogloss.job import ipc
+from isogloss.job.engine_process import answer
 from isogloss.writing.writer_process import serve
 
 
@@ -87,6 +88,42 @@ class Engine:
         os._exit(0)
 
 
+class TeacherEngine(Engine):
+    """Answer in the place of isogloss/vllm_teacher.py: the model runs text by text."""
+
+    def answer(self):
+        torch.set_num_threads(1)
+        answer({"load": self.load, "read": self.read}, os.fdopen(0), os.fdopen(1, "w"))
+
+    def load(self, model, dtype, **others):
+        self.fault = self.later_fault
+        dtype = getattr(torch, dtype)
+        self.model = AutoModelForCausalLM.from_pretrained(model, dtype=dtype).eval()
+        if self.fault == "other":
+            for weight in self.model.parameters():
+                weight.data *= 1.1
+        return {"width": self.model.config.hidden_size, "dtype": str(dtype).split(".")[1]}
+
+    @torch.no_grad()
+    def read(self, texts, rows, into):
+        self.requests += 1
+        if self.fault == f"dies{self.requests}":
+            self.die()
+        if self.fault == f"hangs{self.requests}":
+            self.hang()
+        hidden = ipc.attach(ipc.Handle.from_plain(into))
+        for row, ids in zip(rows, texts):
+            states = self.model.base_model(input_ids=torch.tensor([ids]))[0][0]
+            hidden[row : row + len(ids)] = states
+        return {"done": sum(map(len, texts))}
+
+
+def engine_of(words, keeper, command=None):
+    if words[:1] == ["teacher"]:
+        return TeacherEngine(words[1:], keeper, command)
+    return Engine(words, keeper, command)
+
+
 def fork_for_all(address):
     """Answer every command that connects, each by a fork of this process, until it is killed."""
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # who waits for no fork leaves none behind
@@ -104,5 +141,5 @@ def fork_for_all(address):
         os.dup2(stream, number)
         os.close(stream)
     *words, keeper = json.loads(about)
-    Engine(words, keeper, command).answer()
+    engine_of(words, keeper, command).answer()
     os._exit(0)

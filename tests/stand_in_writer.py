@@ -5,6 +5,8 @@
 stale: it says that it took over the weights, and does not.  dies: at the second request to write.
 stops: at the fourth request to write it asks the job to end by SIGTERM, and never answers.
 asks: it asks at the third one, and answers.  A digit names another request.
+teacher [other | dies2 | hangs2]: it runs a teacher, as isogloss/vllm_teacher.py does; other: one
+with other weights.
 
 A fork of the process behind SOCKET answers, which has imported (stand_in_engine.py); without one
 this process does, as a user's would.
@@ -29,6 +31,6 @@ if __name__ == "__main__":
     words = sys.argv[1:]
     if words and words[0].startswith("--as="):
         sys.exit(as_a_fork(words[0].removeprefix("--as="), words[1:]))
-    from stand_in_engine import Engine
+    from stand_in_engine import engine_of
 
-    Engine(words, os.getppid()).answer()
+    engine_of(words, os.getppid()).answer()

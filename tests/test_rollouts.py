@@ -15,7 +15,7 @@ from isogloss.data.batch import Collator, PairOptions
 from isogloss.data.batch_types import Batch, Example, StudentBatch
 from isogloss.data.rollouts import Prompter, Rollout, SkippedPrompt, completed
 from isogloss.data.sample import TextEncoder
-from isogloss.errors import WriterError
+from isogloss.errors import EngineError
 from isogloss.job.counts import Counts
 from isogloss.rollout import Completion
 from isogloss.translation import CellColumns, going_on, root_target
@@ -483,6 +483,6 @@ def test_a_gap_above_the_largest_or_no_number_ends_the_job(gap, ends):
                                    gap=lambda _: {"rollout/logp_gap": gap})
     cfg = types.SimpleNamespace(max_logp_gap=0.3)
     state = types.SimpleNamespace(cfg=cfg, writer=writer)
-    raises = pytest.raises(WriterError, match="other weights")
+    raises = pytest.raises(EngineError, match="other weights")
     with raises if ends else contextlib.nullcontext():
         on_policy.RolloutHook(state).before_step([types.SimpleNamespace(rollout_age=0)])

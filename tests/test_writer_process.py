@@ -12,7 +12,7 @@ import pytest
 
 import ranks
 from isogloss.config import Config
-from isogloss.errors import WriterError, WriterStopped
+from isogloss.errors import EngineError, EngineStopped
 from isogloss.job.launch import start_distributed
 from isogloss.job.processes import is_running
 from isogloss.job.watch import StopSignals
@@ -97,7 +97,7 @@ def ended_by_another_threads_signal():
             if time.monotonic() > deadline:
                 return {}, 0.0
             time.sleep(0.01)
-        raise WriterStopped
+        raise EngineStopped
 
     writer = NodeWriter.__new__(NodeWriter)
     writer.process = True
@@ -105,7 +105,7 @@ def ended_by_another_threads_signal():
         thread.submit(int).result()  # it starts before the main thread takes no signal
         signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
         writer.asked = thread.submit(ask)
-        with pytest.raises(WriterStopped):
+        with pytest.raises(EngineStopped):
             writer.finish()
 
 
@@ -295,7 +295,7 @@ def test_what_fits_no_prompt_is_refused_at_the_door(tmp_path):
     process = engine(tmp_path, PLAYER, answers)
     for answer, expected in WRONG:
         assert asked(process) == [GOOD]
-        with pytest.raises(WriterError) as caught:
+        with pytest.raises(EngineError) as caught:
             asked(process)
         message = str(caught.value)
         assert message.startswith(f"--writer {process.command}: "), (answer[:80], message)
@@ -309,10 +309,10 @@ def test_what_fits_no_prompt_is_refused_at_the_door(tmp_path):
     answers.write_text('{"done": 1}\n{"done": false}\n{"done": null}\n{}\n{"done": 0}\n')
     process = engine(tmp_path, PLAYER, answers)
     for _ in range(4):
-        with pytest.raises(WriterError, match=r"took over .* of 0 weights"):
+        with pytest.raises(EngineError, match=r"took over .* of 0 weights"):
             process.refresh()
     process.refresh()
-    with pytest.raises(WriterError, match="ended with exit code 0"):
+    with pytest.raises(EngineError, match="ended with exit code 0"):
         process.refresh()
     process.close()
     assert process.process.poll() == 0
@@ -324,10 +324,10 @@ def test_log_probabilities_of_no_temperature_are_those_of_1(tmp_path):
     answers.write_text("".join(with_one(**fields) + "\n" for fields in (
         {}, {"temperature": 0.7, "top_p": 0.9}, {"temperature": 0.7})))
     process = engine(tmp_path, PLAYER, answers)
-    with pytest.raises(WriterError, match=r"at temperature '1.0'; .* temperature is 0.7, and"):
+    with pytest.raises(EngineError, match=r"at temperature '1.0'; .* temperature is 0.7, and"):
         process.write([PROMPT], [4], 5, 0.7, 0.9)
     process.write([PROMPT], [4], 5, 0.7, 0.9)
-    with pytest.raises(WriterError, match=r"at top_p '1.0'; expected .* top_p is 0.9, and"):
+    with pytest.raises(EngineError, match=r"at top_p '1.0'; expected .* top_p is 0.9, and"):
         process.write([PROMPT], [4], 5, 0.7, 0.9)
     process.close()
 
@@ -355,16 +355,16 @@ def wait_for_end(processes):
 def test_an_engine_that_does_not_answer_holds_nobody(tmp_path):
     """Not one that reads nothing of a long message, either; closed, it is gone with its child."""
     process = engine(tmp_path, MUTE, tmp_path / "processes", timeout=0.3)
-    with pytest.raises(WriterError, match=r"not answered for 0\.3 seconds; its output"):
+    with pytest.raises(EngineError, match=r"not answered for 0\.3 seconds; its output"):
         process.refresh()
-    with pytest.raises(WriterError, match=r"not answered for 0.3 seconds"):
+    with pytest.raises(EngineError, match=r"not answered for 0.3 seconds"):
         process.write([prompt_as_plain(Prompt([1] * 200_000, (0,), 2))], [], 5, 1.0, 1.0)
     process.timeout = 1000
     signals = []
     before = signal.signal(signal.SIGALRM, lambda *_: signals.append(1))
     process.asked_to_end = lambda: bool(signals)
     signal.setitimer(signal.ITIMER_REAL, 0.2)
-    with pytest.raises(WriterStopped):
+    with pytest.raises(EngineStopped):
         process.refresh()
     signal.signal(signal.SIGALRM, before)
     processes = processes_in(tmp_path / "processes")
@@ -390,7 +390,7 @@ def test_an_engine_ends_with_a_rank_that_is_killed(tmp_path):
 def test_an_engine_that_ends_leaves_no_child(tmp_path):
     process = engine(tmp_path, MUTE.replace("time.sleep(1000)", "sys.exit(7)"),
                      tmp_path / "processes")
-    with pytest.raises(WriterError, match="ended with exit code 7"):
+    with pytest.raises(EngineError, match="ended with exit code 7"):
         process.refresh()
     wait_for_end(processes_in(tmp_path / "processes"))
     process.close()

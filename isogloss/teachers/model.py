@@ -15,7 +15,7 @@ from isogloss.models import pretrained
 from isogloss.teachers.engines.whole import config_of, load_replicated
 from isogloss.teachers.protocol import TeacherSpec
 
-ENGINES = "replicated", "tensor_parallel", "transformers", "zero3"
+ENGINES = "replicated", "tensor_parallel", "transformers", "zero3"  # beside vllm and commands
 
 
 def reads_more_than_text(config):
@@ -33,7 +33,7 @@ def resolve_engine(engine, degree, config, num_ranks, is_adapter=False):
     """Return the engine that "auto" means; check the others.
 
     Args:
-        engine: key of ENGINES or "auto".
+        engine: of ENGINES, "auto", "vllm" or a command.
         degree: ranks that share the model.
         config: of the whole model.
         num_ranks: all ranks that hold teachers.
@@ -41,6 +41,8 @@ def resolve_engine(engine, degree, config, num_ranks, is_adapter=False):
     Raises:
         ValueError: an engine that cannot shard this model over `degree` ranks.
     """
+    if engine not in ("auto", *ENGINES):
+        return "vllm"
     if degree == 1 and engine in ("auto", "replicated"):  # it needs no communication
         return "replicated"
     from isogloss.teachers.engines.choose_engine import engine_of_shared
@@ -56,7 +58,7 @@ class ModelSpec(TeacherSpec):
     """Describe a model to load, and how it will be asked.
 
     Attributes:
-        engine: key of ENGINES, or "auto".
+        engine: of ENGINES, "auto", "vllm" or the command of an engine.
         dtype: "auto" (as in the checkpoint), "float32", "bfloat16" or "float16".
         attention: an --attention.
         degree: ranks that share the model.
@@ -66,6 +68,7 @@ class ModelSpec(TeacherSpec):
         rest_temperature: by which the loss divides such logits.
         same_ids: the ranks that share the model ask with the same ids; else each with its own.
         sequence_parallel_size: neighboring ranks that ask with the same ids.
+        max_length: positions of a text, at most.
         trust_remote_code: run the Python code that comes with the model.
     """
 
@@ -80,6 +83,7 @@ class ModelSpec(TeacherSpec):
     rest_temperature: float = 1.0
     same_ids: bool = False
     sequence_parallel_size: int = 1
+    max_length: int = 0
     trust_remote_code: bool = False
 
     has_weights: ClassVar[bool] = True
@@ -103,7 +107,10 @@ class ModelSpec(TeacherSpec):
         encoder, _ = load()
         config = pretrained.load_config("teacher", cfg.teacher, cfg.trust_remote_code)
         pretrained.check_language_model("teacher", cfg.teacher, config)
-        checked_engine(cfg, config, num_ranks, ranks_per_node)
+        if checked_engine(cfg, config, num_ranks, ranks_per_node) == "vllm":
+            from isogloss.teachers.engines.vllm import check_engine
+
+            check_engine(cls.of(cfg, encoder, "cpu"))
         pretrained.check_weights(
             "teacher", cfg.teacher, cfg.trust_remote_code, attention=cfg.attention)
         return encoder
@@ -119,7 +126,8 @@ class ModelSpec(TeacherSpec):
             engine=cfg.teacher_engine, dtype=cfg.teacher_dtype, attention=cfg.attention,
             degree=cfg.teacher_tp, offload=cfg.teacher_offload, compile=cfg.teacher_compile,
             output_topk=cfg.teacher_output_topk, rest_temperature=rest_temperature,
-            sequence_parallel_size=cfg.ranks_per_reader, trust_remote_code=cfg.trust_remote_code)
+            sequence_parallel_size=cfg.ranks_per_reader, max_length=encoder.max_length,
+            trust_remote_code=cfg.trust_remote_code)
 
     def load(self):
         """Return its ModelTeacher; all ranks take part where they share it.
@@ -128,6 +136,10 @@ class ModelSpec(TeacherSpec):
             ValueError: see `resolve_engine`, `check_compile`.
         """
         engine = self._resolved()
+        if engine == "vllm":
+            from isogloss.teachers.engines.vllm import load_engine
+
+            return load_engine(self)
         check_layers(engine, config_of(self), self.compile)
         if self.compile == "auto" and str(self.device).startswith("cuda"):
             from isogloss.teachers.engines.layers import can_compile

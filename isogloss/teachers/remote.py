@@ -20,8 +20,9 @@ from typing import NamedTuple
 
 import torch
 
+from isogloss.errors import EngineError
 from isogloss.job import ipc
-from isogloss.job.launch import fail_together
+from isogloss.job.launch import fail_alone, fail_together
 from isogloss.job.rendezvous import TRAINING_TIMEOUT
 from isogloss.job.watch import current_watch, ignore_stop_signals
 from isogloss.teachers.engines.whole import TeacherOfIds, model_input
@@ -408,4 +409,7 @@ def serve_teachers(cfg, roles, device):
     ignore_stop_signals()  # the student takes a checkpoint first
     roles = client_roles(roles, cfg.pipeline_parallel)
     size = client_size(roles, cfg.sequence_parallel)
-    serve_requests(roles, teachers, size, from_hidden=cfg.tiled)
+    with fail_alone(EngineError, code=1):
+        serve_requests(roles, teachers, size, from_hidden=cfg.tiled)
+    for teacher in teachers:
+        teacher.close()

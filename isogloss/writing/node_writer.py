@@ -20,14 +20,14 @@ import torch.distributed as dist
 from isogloss.config import Config
 from isogloss.data.ends import stop_ids
 from isogloss.data.sample import TextEncoder
-from isogloss.errors import WriterError, WriterStopped
+from isogloss.errors import EngineError, EngineStopped
+from isogloss.job.engine_process import PERIOD
 from isogloss.job.processes import node_name
 from isogloss.job.rendezvous import values_of_ranks
 from isogloss.models.adapter_parts import plain_name
 from isogloss.models.parts import is_adapter
 from isogloss.student.whole_student import refresh_plain
 from isogloss.writing.writer_process import (
-    PERIOD,
     WriterProcess,
     check_command,
     completion_of_plain,
@@ -85,7 +85,7 @@ class NodeWriter:
         """Return the Completions that `begin` asked for; all ranks take part.
 
         Raises:
-            WriterError, WriterStopped: see writer_process.py; on every rank.
+            EngineError, EngineStopped: see writer_process.py; on every rank.
         """
         by_rank = {}
         seconds = 0.0
@@ -97,17 +97,17 @@ class NodeWriter:
                 wait([self.asked], PERIOD)
             try:
                 by_rank, seconds = self.asked.result()
-            except WriterError as error:
+            except EngineError as error:
                 problem = str(error)
-            except WriterStopped:
+            except EngineStopped:
                 is_stopped = True
         completions = []
         answers = values_of_ranks([by_rank, seconds, problem, is_stopped])
         if any(is_stopped for *_, is_stopped in answers):
-            raise WriterStopped
+            raise EngineStopped
         for of_leader, _, problem_of_leader, _ in answers:
             if problem_of_leader:
-                raise WriterError(problem_of_leader)
+                raise EngineError(problem_of_leader)
             completions += of_leader.get(str(dist.get_rank()), [])  # JSON has no other keys
         self.seconds = max(seconds for _, seconds, *_ in answers)
         return [completion_of_plain(plain) for plain in completions]

@@ -34,7 +34,7 @@ from isogloss.data.rollouts import (
 )
 from isogloss.data.sample import TextEncoder
 from isogloss.data.workers import in_pinned_memory
-from isogloss.errors import WriterError, WriterStopped
+from isogloss.errors import EngineError, EngineStopped
 from isogloss.job.columns import to_device
 from isogloss.job.counts import Counts, PairCounts, Sums, global_sums, mean_of
 from isogloss.job.rendezvous import values_of_ranks
@@ -277,7 +277,7 @@ class Writer:
 
         What is being written is waited for; where that fails, the next step asks again.
         """
-        with suppress(WriterError, WriterStopped):
+        with suppress(EngineError, EngineStopped):
             self.finish()
         entries = []
         if self.cfg.rollout_every > 1:
@@ -574,7 +574,7 @@ class RolloutHook:
         """Check rollouts that were just written, weigh older ones.
 
         Raises:
-            WriterError: what writes has other weights than the student.
+            EngineError: what writes has other weights than the student.
         """
         state = self.state
         if micro_batches[0].rollout_age:
@@ -586,7 +586,7 @@ class RolloutHook:
             self.metrics = state.writer.gap(micro_batches)
             gap = self.metrics["rollout/logp_gap"]
             if gap is not None and not gap <= state.cfg.max_logp_gap:  # NaN too
-                raise WriterError(
+                raise EngineError(
                     "what writes has other weights than the student: the log-probabilities of its "
                     f"tokens differ by {gap:.3g} nats on average (at most "
                     f"{state.cfg.max_logp_gap} is rounding)")
@@ -631,5 +631,5 @@ def check_writing(writer):
     prompt = RolloutPrompt((0, 0), ids, "", located, None, 2)
     try:
         writer.rollouts([prompt], HELD_OUT)
-    except WriterError as error:
+    except EngineError as error:
         raise ValueError(str(error)) from None

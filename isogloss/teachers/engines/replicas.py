@@ -51,7 +51,7 @@ class Replica:
         # Replicas and sequence groups are both aligned blocks of neighbors, so their intersections
         # are, too, and have this size.
         num_sharing = math.gcd(sequence_parallel_size, len(self.ranks))
-        ids_of_members = self._gather(ids_BT)[::num_sharing]
+        ids_of_members = self.gather(ids_BT)[::num_sharing]
         local_member = self.ranks.index(dist.get_rank()) // num_sharing
         num_rows, width = ids_BT.shape[-2:]
         local_output = None
@@ -65,7 +65,8 @@ class Replica:
                     local_output = local_output.clone()
         return local_output
 
-    def _gather(self, ids_BT):
+    def gather(self, ids_BT):
+        """Return the ids of every member, whose shapes may differ."""
         # all_gather takes tensors of one shape, so shapes go ahead
         shape = torch.tensor(ids_BT.shape, device=ids_BT.device)
         shapes = [torch.empty_like(shape) for _ in self.ranks]

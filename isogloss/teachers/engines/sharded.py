@@ -213,6 +213,33 @@ def _read_layer(folder, name, dtype):
     return tensors.get(f"{name}.weight"), tensors.get(f"{name}.bias")
 
 
+def head_of_files(spec):
+    """Return the Head of a model whose layers an engine holds; every rank of the job takes part.
+
+    Raises:
+        ValueError: no file has it.
+    """
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(
+            pretrained.config_of_weights("teacher", spec.path, spec.trust_remote_code),
+            trust_remote_code=spec.trust_remote_code)
+    names = {id(module): name for name, module in model.named_modules()}
+    folder, dtype = local_folder(spec.path), dtype_of(spec)
+
+    def load():
+        weight, bias = None, None
+        for layer in (model.get_output_embeddings(), model.get_input_embeddings()):
+            if weight is None:  # the first is not in the files where both are one
+                weight, bias = _read_layer(folder, names[id(layer)], dtype)
+        if weight is None:
+            raise ValueError(f"--teacher {spec.path}: no file has its output embeddings "
+                             f"({names[id(model.get_output_embeddings())]}); leave "
+                             "--teacher_engine to auto")
+        return weight, bias
+
+    return _head(*_once_per_node(load, spec.device), spec)
+
+
 def _copy_of(layer):
     """Return (weight, bias or None), detached copies."""
     bias = None if layer.bias is None else layer.bias.detach().clone()
