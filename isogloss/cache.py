@@ -39,7 +39,7 @@ from isogloss.data.checks import explained
 from isogloss.data.mixture import sources_of
 from isogloss.data.open_data import holds_chats
 from isogloss.data.options.text_keys import key_of, keys_of
-from isogloss.errors import DataError
+from isogloss.errors import DataError, EngineError
 from isogloss.flags.model_names import is_address, read_model_name, without_secrets
 from isogloss.inputs import load_text_encoder, open_rows
 from isogloss.job import launch
@@ -539,12 +539,14 @@ def run(args, device):
                 prepare_folder(folder, manifest, texts, args)
         with launch.fail_together(what=f"teacher of {folder}"):
             source = load_teacher(spec)
+            stack.callback(source.close)
             if manifest.dtype != cache_files.SERVED:
                 check_head(source, texts)
             if manifest.output == "hidden" and is_first:
                 cache_files.write_tensors(folder / cache_files.HEAD, head_tensors(source.head))
         set_timeout(TRAINING_TIMEOUT)
-        with launch.fail_alone(DataError):  # of a stream, whose rows come now
+        # of a stream the rows come now
+        with launch.fail_alone(DataError), launch.fail_alone(EngineError, code=1):
             write_shards(args, folder, manifest, texts, source)
         with launch.fail_together(what=f"index of {folder}"):
             if is_first:

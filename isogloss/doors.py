@@ -170,8 +170,8 @@ DOORS: dict[str, Door] = {
 TOOLS = (
     "align_dp", "spelling", "rollout", "policy_losses",
     "data.options.term_weights", "data.options.text_keys",
-    "flags.lists", "flags.tool", "job.engine_process", "job.ipc", "job.kept_process",
-    "job.sequence_group", "job.trial", "job.several.values",
+    "flags.lists", "flags.tool", "job.commands.engine_process", "job.commands.kept_process",
+    "job.ipc", "job.sequence_group", "job.trial", "job.several.values",
     "projection_tools.args", "projection_tools.save", "models.adapter_parts",
     "models.compiled_formula", "models.compiled_layers", "student.whole_student",
     "teachers.group", "teachers.mixing", "teachers.text_scores",

@@ -28,12 +28,12 @@ from vllm import LLM, PoolingParams, TokensPrompt
 from vllm.config import PoolerConfig
 
 from isogloss.job import ipc
-from isogloss.job.engine_process import answer
+from isogloss.job.commands.engine_process import answer
 
 MOST_TOKENS = 16_384  # of a forward pass, where a text is not longer; not tuned
 
 
-class Engine:
+class TeacherModel:
     """Hold vLLM's model."""
 
     def __init__(self, args):
@@ -86,7 +86,7 @@ def main():
     # vLLM prints to standard output, which belongs to the answers
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
-    engine = Engine(parser.parse_args())
+    engine = TeacherModel(parser.parse_args())
     answer({"load": engine.load, "read": engine.read}, sys.stdin, answers)
 
 

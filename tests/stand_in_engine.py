@@ -14,7 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from isogloss import rollout
 from isogloss.job import ipc
-from isogloss.job.engine_process import answer
+from isogloss.job.commands.engine_process import answer
 from isogloss.writing.writer_process import serve
 
 
@@ -97,8 +97,11 @@ class TeacherEngine(Engine):
 
     def load(self, model, dtype, **others):
         self.fault = self.later_fault
-        dtype = getattr(torch, dtype)
-        self.model = AutoModelForCausalLM.from_pretrained(model, dtype=dtype).eval()
+        dtype = getattr(torch, dtype, torch.float32)
+        config = AutoConfig.from_pretrained(model)
+        if hasattr(config, "quantization_config"):  # as an engine does that knows the method
+            del config.quantization_config
+        self.model = AutoModelForCausalLM.from_pretrained(model, config=config, dtype=dtype).eval()
         if self.fault == "other":
             for weight in self.model.parameters():
                 weight.data *= 1.1

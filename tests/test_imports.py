@@ -29,8 +29,8 @@ ROOMS = ["STANDALONE", ".errors", ".doors", "flags", "projection_tools", ".curve
          "models", "teachers", "objective", ".loss_table", ".several_teachers",
          ".config", ".targets", "student",
          "checkpoints", "evaluation", "writing", ".command", ".log", ".demo_report", ".plan",
-         ".tasks", ".export", ".transfer", ".vllm_writer", ".inputs", "integrations",
-         "report", ".cache", ".build", ".once_in_a_while", "PROGRAMS"]
+         ".tasks", ".export", ".transfer", ".vllm_writer", ".vllm_teacher", ".inputs",
+         "integrations", "report", ".cache", ".build", ".once_in_a_while", "PROGRAMS"]
 PROGRAMS = "distill", "demo"
 MOST_MODULES = 16  # of a folder: more are a list, no map
 DOORS = {"loss_table"}  # names of before, for one release

@@ -3,6 +3,8 @@
 vLLM itself is asked in test_vllm.py; here transformers answers in its place.
 """
 
+import json
+import shutil
 import sys
 
 import pytest
@@ -12,8 +14,9 @@ import ranks
 from isogloss.errors import EngineError
 from isogloss.teachers.engines import vllm
 from isogloss.teachers.engines.vllm import TeacherProcess, texts_of
-from jobs import losses_of, run_all, run_and_listen, short_run
+from jobs import losses_of, run_all, run_and_listen, short_run, write_corpus
 from launched import run_with_trouble
+from test_cached_teachers import write as write_cache
 from test_writer_process import PLAYER, command  # noqa: F401, a fixture
 
 LOADED = '{"width": 2, "dtype": "float32"}'
@@ -137,6 +140,30 @@ def test_an_engine_gives_the_numbers_of_the_rank(models, texts, tmp_path, comman
     run_all(num_plain, [*flags, f"--output_dir={tmp_path / 'plain'}"])
     run_all(num_ranks, [*flags, *by_others, *by_engine(command, tmp_path / "engine")])
     check_same(losses_of(tmp_path / "plain", -1), losses_of(tmp_path / "engine", -1), 1e-4)
+
+
+def test_quantized_weights_are_the_engines_matter(models, texts, tmp_path, command):  # noqa: F811
+    """Here they are no longer: the same numbers follow, and a line says what was not compared."""
+    quantized = tmp_path / "quantized"
+    shutil.copytree(models[1], quantized)
+    config = json.loads((quantized / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+    (quantized / "config.json").write_text(json.dumps(config))
+    flags = short_run(models, texts, tmp_path, "--steps=2")
+    run_all(1, [*flags, f"--output_dir={tmp_path / 'plain'}"],
+            [*flags, f"--teacher={quantized}", *by_engine(command, tmp_path / "engine")])
+    check_same(losses_of(tmp_path / "plain", -1), losses_of(tmp_path / "engine", -1), 1e-6)
+
+
+def test_a_cache_by_an_engine_holds_what_the_model_says(models, texts, tmp_path, command):  # noqa: F811
+    argv = [f"--teacher={models[1]}", f"--data={write_corpus(tmp_path, texts, 6)}",
+            "--teacher_max_length=60"]
+    folders = tmp_path / "plain", tmp_path / "engine"
+    options = [[], by_engine(command, "")[:1]]
+    ranks.run(1, write_cache, [[*argv, f"--output={folder}", *more]
+                               for folder, more in zip(folders, options)])
+    for name in ("shard-00000.safetensors", "index.safetensors"):
+        assert (folders[0] / name).read_bytes() == (folders[1] / name).read_bytes(), name
 
 
 def test_a_run_by_an_engine_that_dies_goes_on_bit_for_bit(models, texts, tmp_path, command):  # noqa: F811

@@ -111,6 +111,8 @@ class ModelSpec(TeacherSpec):
             from isogloss.teachers.engines.vllm import check_engine
 
             check_engine(cls.of(cfg, encoder, "cpu"))
+            if pretrained.quantization_of(config):  # which is the engine's matter
+                return encoder
         pretrained.check_weights(
             "teacher", cfg.teacher, cfg.trust_remote_code, attention=cfg.attention)
         return encoder

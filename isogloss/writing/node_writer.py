@@ -21,7 +21,7 @@ from isogloss.config import Config
 from isogloss.data.ends import stop_ids
 from isogloss.data.sample import TextEncoder
 from isogloss.errors import EngineError, EngineStopped
-from isogloss.job.engine_process import PERIOD
+from isogloss.job.commands.engine_process import PERIOD
 from isogloss.job.processes import node_name
 from isogloss.job.rendezvous import values_of_ranks
 from isogloss.models.adapter_parts import plain_name

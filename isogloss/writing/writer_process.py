@@ -1,6 +1,6 @@
 """Let another process write: an engine with an interpreter and packages of its own.
 
-It is a command that the first rank of every node starts (`--writer`), see job/engine_process.py.
+It is a command that the first rank of every node starts (`--writer`), see engine_process.py.
 They talk in token ids, never in text:
 
     {"do": "load", "model": directory of its config.json, "dtype": "bfloat16", "max_length": 2048,
@@ -26,7 +26,7 @@ import sys
 import torch
 
 from isogloss.job import ipc
-from isogloss.job.engine_process import (
+from isogloss.job.commands.engine_process import (
     ANSWER_SECONDS,
     LOADING_SECONDS,
     MOST_BYTES,

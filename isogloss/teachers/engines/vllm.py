@@ -35,7 +35,12 @@ from transformers import PreTrainedTokenizerFast
 from isogloss.errors import EngineError
 from isogloss.flags.model_names import read_model_name
 from isogloss.job import ipc
-from isogloss.job.engine_process import LOADING_SECONDS, EngineProcess, is_program, shortened
+from isogloss.job.commands.engine_process import (
+    LOADING_SECONDS,
+    EngineProcess,
+    is_program,
+    shortened,
+)
 from isogloss.job.rendezvous import values_of_ranks
 from isogloss.models import pretrained
 from isogloss.teachers.engines.replicas import Replica
@@ -142,7 +147,7 @@ class TeacherProcess(EngineProcess):
 
 
 @dataclass
-class EngineRunner:
+class ProcessRunner:
     """Return what an engine makes of ids; a call takes all ranks of the replica.
 
     Attributes:
@@ -250,7 +255,7 @@ def load_engine(spec):
             process.close()
         raise ValueError(problem)
     same_ids = spec.same_ids or spec.sequence_parallel_size % spec.degree == 0
-    runner = EngineRunner(process, replica, torch.device(spec.device), spec.max_length, same_ids,
+    runner = ProcessRunner(process, replica, torch.device(spec.device), spec.max_length, same_ids,
                           spec.sequence_parallel_size, head)
     teacher = EngineTeacher(runner, head, spec, "vllm", 0, spec.degree)
     compare(teacher, expected, why_not)

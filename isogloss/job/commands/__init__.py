@@ -1,0 +1,1 @@
+"""What this job starts beside itself, as a command."""
