@@ -192,7 +192,7 @@ def test_an_engine_that_dies_beside_its_rank_ends_the_job(models, texts, tmp_pat
 
 @pytest.mark.parametrize("fault, line, code", [
     ("other", "its logits differ from transformers' by", 2),
-    ("dies1", "ended with exit code 7", 1),
+    ("dies1", "ended with exit code 7", 2), ("dies2", "ended with exit code 7", 2),
 ])
 def test_an_engine_that_fails_before_the_first_step(models, texts, tmp_path, command, fault, line,  # noqa: F811
                                                     code):

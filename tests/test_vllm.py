@@ -1,4 +1,4 @@
-"""vLLM itself writes for a student, on a CPU: its weights arrive, and both say the same of a text.
+"""vLLM itself writes for a student and runs a teacher, on a CPU: the same numbers as on the rank.
 
 vLLM and `transformers serve` serve what a job has exported.
 
@@ -17,6 +17,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import transformers
 from transformers import AutoModelForCausalLM
 
 from isogloss.teachers.text_server import TextServer
@@ -24,6 +25,7 @@ from jobs import ds_config, losses_of, run_all, write_corpus
 from ranks import free_port
 from test_on_policy import records_of, written_by
 from test_real_model import HELD_OUT, TOOLS, asked, lesson
+from test_teacher_engine import check_same
 from test_transfer import CHAT, chat_model, taught as lesson_of, transfer
 
 PYTHON = os.environ.get("ISOGLOSS_VLLM")
@@ -158,6 +160,50 @@ def test_vllm_writes_with_the_students_weights(name, tokenizers, models, texts, 
     rollouts = written_by(output)
     assert len({tuple(ids) for ids, _ in rollouts.values()}) > 8
     assert max(max(ids) for ids, _ in rollouts.values()) < len(tokenizers[0])
+
+
+MIXTURE = dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=64)
+TEACHERS = {  # config class, what it has beside SHAPE, dtype, flags
+    "mixture": ("Qwen3MoeConfig", MIXTURE | dict(head_dim=32), "float32", ["--pack"]),
+    "sliding": ("Gemma3TextConfig", dict(
+        head_dim=32, sliding_window=16, query_pre_attn_scalar=32, tie_word_embeddings=True,
+        layer_types=["sliding_attention", "full_attention"]), "float32", []),
+    # whose recurrence vLLM has on a CPU in bfloat16 alone
+    "hybrid": ("Qwen3NextConfig", MIXTURE | dict(
+        head_dim=64, linear_num_value_heads=4, linear_num_key_heads=2, linear_key_head_dim=64,
+        linear_value_head_dim=64, shared_expert_intermediate_size=64,
+        layer_types=["linear_attention", "full_attention"]), "bfloat16", []),
+}
+
+
+@pytest.mark.parametrize("name", TEACHERS)
+def test_vllm_runs_a_teacher_of_todays_kinds(name, tokenizers, models, texts, tmp_path):
+    """What is learned from it is what the model on the rank teaches."""
+    kind, more, dtype, flags = TEACHERS[name]
+    torch.manual_seed(0)
+    config = getattr(transformers, kind)(**SHAPE | more, vocab_size=len(tokenizers[1]))
+    model = AutoModelForCausalLM.from_config(config).float()
+    for weight in model.parameters():
+        if weight.dim() > 1:
+            torch.nn.init.normal_(weight, std=0.08)
+    model.save_pretrained(tmp_path / "teacher")
+    tokenizers[1].save_pretrained(tmp_path / "teacher")
+    check_same_by_vllm(models[0], tmp_path / "teacher", texts, tmp_path, dtype, flags)
+
+
+def test_vllm_runs_a_real_teacher(smollm2, models, texts, tmp_path):
+    check_same_by_vllm(models[0], smollm2, texts, tmp_path, "float32", [])
+
+
+def check_same_by_vllm(student, teacher, texts, folder, dtype, flags):
+    flags = [f"--ds_config={ds_config(folder / 'ds.json', 2, 2, 2)}", f"--student={student}",
+             f"--teacher={teacher}", f"--data={write_corpus(folder, texts, 20)}",
+             "--max_length=60", "--steps=2", f"--teacher_dtype={dtype}", *flags]
+    run_all(1, [*flags, f"--output_dir={folder / 'plain'}"],
+            [*flags, f"--output_dir={folder / 'vllm'}",
+             f"--teacher_engine={PYTHON} -m isogloss.vllm_teacher"])
+    check_same(losses_of(folder / "plain", -1), losses_of(folder / "vllm", -1),
+               1e-4 if dtype == "float32" else 2e-2)
 
 
 def test_a_real_student_and_its_judge_are_served(smollm2, tmp_path):

@@ -19,6 +19,7 @@ import torch.distributed as dist
 import transformers
 from deepspeed.accelerator import get_accelerator
 
+from isogloss.errors import EngineError
 from isogloss.flags.parse import is_first_of_node, is_first_rank, refusing
 from isogloss.job import rendezvous
 from isogloss.job.layout import place_in_job
@@ -142,7 +143,7 @@ def _raise_open_file_limit():
 
 @contextmanager
 def fail_together(roles=None, what="checks"):
-    """End all ranks, with one line, when the block raises a ValueError on any of them.
+    """End all ranks, with one line, when the block raises a ValueError or EngineError on any.
 
     For blocks before the first step, when nothing has been trained or written, inside of
     `watch.end_together`, which ends all ranks when one raises anything else.  All ranks take part.
@@ -155,7 +156,7 @@ def fail_together(roles=None, what="checks"):
     message = None
     try:
         yield
-    except ValueError as error:
+    except (ValueError, EngineError) as error:
         message = str(error) or type(error).__name__
         # for ranks that wait inside the block for this one
         watch.post_failure(message, 2)

@@ -234,7 +234,7 @@ def load_engine(spec):
     """Start an engine for each replica and return the teacher; all ranks take part.
 
     Raises:
-        ValueError: it cannot start or load, or gives other logits than transformers.
+        ValueError, EngineError: it cannot start or load, or gives other logits than transformers.
     """
     check_engine(spec)
     replica = Replica(spec.degree)
@@ -253,7 +253,7 @@ def load_engine(spec):
     if problem:
         if process:
             process.close()
-        raise ValueError(problem)
+        raise EngineError(problem)
     same_ids = spec.same_ids or spec.sequence_parallel_size % spec.degree == 0
     runner = ProcessRunner(process, replica, torch.device(spec.device), spec.max_length, same_ids,
                           spec.sequence_parallel_size, head)
