@@ -50,6 +50,7 @@ PAIR = LLAMA, 0, f"{QWEN}-4B", 12
 SMALL_PAIR = "HuggingFaceTB/SmolLM2-135M", 0, f"{QWEN}-0.6B", 0
 LARGE_PAIR = LLAMA, 0, f"{QWEN}-8B", 0
 STEP = {"pair": PAIR, "length": 2048, "samples": 6, "micro_batch": 2}
+SMALL_STEP = STEP | {"pair": (f"{QWEN}-0.6B", 0, "HuggingFaceTB/SmolLM2-135M", 0)}
 TP = {"world": 2, "stage": 1, "teacher_tp": 2}
 TEXT = {"kd_weight": 0}
 LONG_STEP = STEP | {"length": 8192, "samples": 2, "micro_batch": 1}
@@ -119,6 +120,10 @@ STUDIES = {
             "135M from 0.6B, graphs": (120, STEP | {"pair": SMALL_PAIR} | GRAPHS),
             **pieces("8192 tokens", 150, LONG_STEP),
             **pieces("1B from 8B", 170, STEP | {"pair": LARGE_PAIR}, NOT_COMPILED)}),
+    "engine": Study(
+        "Qwen3-0.6B learns from SmolLM2-135M, on the rank and by the vLLM of the Python that "
+        "ISOGLOSS_VLLM names", "by_engine", {
+            "on the rank": (90, SMALL_STEP), "by vLLM": (180, SMALL_STEP | {"vllm": True})}),
     "same": Study(
         "how far four steps of small models on the card, where loss, student and teacher are "
         "compiled, are from those on CPUs, where they are not; two ranks share a card and talk "

@@ -218,6 +218,16 @@ def step(place, environment=None, **flags):
     return figures
 
 
+def by_engine(place, vllm=False, **flags):
+    """Time steps whose teacher is on the rank, or run by a vLLM of another Python."""
+    if vllm:
+        python = os.environ.get("ISOGLOSS_VLLM")
+        if not python:
+            raise gpu.Skipped("ISOGLOSS_VLLM names no Python that has vLLM")
+        flags["teacher_engine"] = f"{python} -m isogloss.vllm_teacher"
+    return step(place, **flags)
+
+
 def writing(place, **flags):
     """Let a student write all samples, by the loop of the job; say how fast, in which share."""
     flags, _ = flags_of(place, **flags)
