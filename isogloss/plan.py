@@ -28,10 +28,10 @@ GPU's own context, NCCL's buffers and fragmentation are taken as 2 GiB: a guess,
 unmeasured on GPUs.  docs/LOG.md has the errors measured on CPU ranks.
 
 A student's rank computes, in a step, 6 P n m operations (4 of a frozen weight; 2 more with
-checkpointing), and 2 of each weight of a teacher for its positions; attention, losses and what a
-student writes are left out, so with --on_policy no hours are said.  Teachers on ranks of their own
-work beside them.  A step takes as long as the slower of the two, at a share of the peak (--mfu), if
-what is sent hides behind it.  A share of 0.17 is what one H200 reached with a student of 1.2 B
+checkpointing), and 2 of each weight of a teacher that a position meets, of a mixture's experts
+some; attention, losses and what a student writes are left out, so with --on_policy no hours are
+said.  Teachers on ranks of their own work beside them.  A step takes as long as the slower of the
+two, at a share of the peak (--mfu), if what is sent hides behind it.  A share of 0.17 is what one H200 reached with a student of 1.2 B
 weights whose teacher had twelve of Qwen3-4B's layers (docs/log/2026-11.md, "a GPU that waits for
 launches"); 989 TFLOP/s is an H100's peak in bfloat16.
 
@@ -91,7 +91,8 @@ class Shape:
     """Hold the sizes of a model.
 
     Attributes:
-        weights: in all; layer: of the widest layer; head: of the lm_head, embedding included.
+        weights: in all; active: those that a token meets, of a mixture's experts a few.
+        layer: weights of the widest layer; head: of the lm_head, embedding included.
         tied: head and embedding are one.
         hidden, inner, heads, kv_heads: widths; the latter two are heads x head size.
         layers: their number.
@@ -101,6 +102,7 @@ class Shape:
     """
 
     weights: int
+    active: int
     layer: int
     head: int
     tied: bool
@@ -133,10 +135,10 @@ def shape_of(role, path, trust_remote_code=False):
         if isinstance(module, torch.nn.Linear) and module is not head:
             names.setdefault(name.rpartition(".")[2], []).append(tuple(module.weight.shape))
     return Shape(
-        weights=num_weights(model), layer=_widest_layer(model, config.num_hidden_layers),
-        head=head.weight.numel(), tied=is_tied(model),
-        hidden=config.hidden_size, inner=inner, heads=heads * head_size,
-        kv_heads=kv_heads * head_size, layers=config.num_hidden_layers,
+        weights=num_weights(model), active=_active(model, config),
+        layer=_widest_layer(model, config.num_hidden_layers), head=head.weight.numel(),
+        tied=is_tied(model), hidden=config.hidden_size, inner=inner,
+        heads=heads * head_size, kv_heads=kv_heads * head_size, layers=config.num_hidden_layers,
         vocab=head.weight.shape[0], names=names, config=model.config)
 
 
@@ -153,6 +155,16 @@ def _empty_model(role, path, trust_remote_code):
             raise ValueError(f"{error}; {ARCHITECTURES.name} has the sizes of "
                              f"{', '.join(table)}") from None
     return empty_model(config, trust_remote_code)
+
+
+def _active(model, config):
+    """Return how many weights a token meets."""
+    names = "num_experts", "num_local_experts", "n_routed_experts"
+    num_experts = next((getattr(config, name) for name in names if getattr(config, name, 0)), 1)
+    in_experts = sum(weight.numel() for name, weight in model.named_parameters()
+                     if ".experts." in name)
+    idle = 1 - getattr(config, "num_experts_per_tok", num_experts) / num_experts
+    return num_weights(model) - round(idle * in_experts)
 
 
 def _widest_layer(model, num_layers):
@@ -377,7 +389,8 @@ def _add_student(need, layout, shape):
         need.step = (b * (layout.stage < 3) + 12) * trained // sharers
     frozen = weights - trained
     recomputed = 2 * weights * cfg.activation_checkpointing
-    need.operations += (6 * trained + 4 * frozen + recomputed) * layout.positions * \
+    met = shape.active / shape.weights  # of a mixture's experts a position meets a few
+    need.operations += met * (6 * trained + 4 * frozen + recomputed) * layout.positions * \
         layout.micro_batches
     readers = layout.ranks // cfg.ranks_per_reader
     need.tokens = readers * layout.micro_batches * layout.micro_batch * cfg.max_length
@@ -411,7 +424,7 @@ def _add_teacher(need, layout, cfg, *, shape, engine):
     need.backward[f"outputs of {cfg.teacher}"] = layout.micro_batches * positions * kept[output]
     if not cfg.teacher_kind.has_weights:
         return
-    operations = 2 * positions * layout.micro_batches * shape.weights
+    operations = 2 * positions * layout.micro_batches * shape.active
     if layout.cfg.teacher_ranks:  # which run the samples of all readers
         teacher_ranks, _ = layout.teacher_ranks
         readers = layout.ranks // layout.cfg.ranks_per_reader

@@ -18,6 +18,7 @@ from isogloss.flags.parse import parse_flags
 from isogloss.student.ds_config import batch_sizes, read_ds_config
 from jobs import losses_of, run_and_listen, run_distill
 from recipes.tiny import prepare
+from test_writer_process import command  # noqa: F401, a fixture
 
 LARGE = sorted((ROOT / "recipes").glob("*.yaml"))
 LARGE = [path for path in LARGE if path.name != "architectures.yaml"]
@@ -121,7 +122,8 @@ def test_tiny_recipes_run(tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
-def test_every_recipe_runs_to_its_end_with_small_models(chat_models, untied, texts, tmp_path):
+def test_every_recipe_runs_to_its_end_with_small_models(
+        chat_models, untied, texts, tmp_path, command):  # noqa: F811
     """Its own flags, schedule and files; models, rows and batches of tiny size in their places."""
     data = tmp_path / "data"
     data.mkdir()
@@ -150,6 +152,7 @@ def test_every_recipe_runs_to_its_end_with_small_models(chat_models, untied, tex
         else:
             line.append(f"--teacher={teacher}")
         line += ["--teacher_tp=2"] * ("teacher_tp" in flags)
+        line += [f"--teacher_engine={command('teacher')}"] * ("teacher_engine" in flags)
         line += ["--join_rows=200"] * ("join_rows" in flags)
         line += ["--rollout_tokens=8"] * ("rollout_tokens" in flags)
         lines.append(line)
