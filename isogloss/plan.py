@@ -31,9 +31,9 @@ A student's rank computes, in a step, 6 P n m operations (4 of a frozen weight; 
 checkpointing), and 2 of each weight of a teacher that a position meets, of a mixture's experts
 some; attention, losses and what a student writes are left out, so with --on_policy no hours are
 said.  Teachers on ranks of their own work beside them.  A step takes as long as the slower of the
-two, at a share of the peak (--mfu), if what is sent hides behind it.  A share of 0.17 is what one H200 reached with a student of 1.2 B
-weights whose teacher had twelve of Qwen3-4B's layers (docs/log/2026-11.md, "a GPU that waits for
-launches"); 989 TFLOP/s is an H100's peak in bfloat16.
+two, at a share of the peak (--mfu), if what is sent hides behind it.  A share of 0.17 is what one
+H200 reached with a student of 1.2 B weights whose teacher had twelve of Qwen3-4B's layers
+(docs/log/2026-11.md, "a GPU that waits for launches"); 989 TFLOP/s is an H100's peak in bfloat16.
 
 What distill.py refuses of a layout is refused here too, by the same checks.  Sizes of models come
 from their config.json, or from recipes/architectures.yaml where there is none.
