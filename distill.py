@@ -133,6 +133,7 @@ def take_steps(state, batches, held_out, start, *, log, signals, times_collectiv
     upcoming = None
     for step in range(start + 1, cfg.steps + 1):
         begin = Moment(state.device)
+        signals.step = step
         due = once.judgments(state, step)
         micro_batches = upcoming or next_micro_batches(state, batches, step)
         # Teachers on ranks of their own or on servers run on the next step meanwhile; not across an

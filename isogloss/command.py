@@ -79,16 +79,28 @@ def main():
     launcher, ours = split_words(words, [entry.name for entry in fields(Config)])
     from deepspeed.launcher import runner
 
-    quiet = "--log_level=error"  # of the launcher itself; a later one counts
+    quiet = "--log_level=critical"  # of the launcher itself; a later one counts
     started = []
+    interrupts = []
 
     class Started(subprocess.Popen):
-        def __init__(self, *args, **options):
-            super().__init__(*args, **options)
+        def __init__(self, words, **options):
+            ours = {"deepspeed.launcher.launch": "isogloss.job.launcher"}
+            super().__init__([ours.get(word, word) for word in words], **options)
             started.append(self)
 
+    signal.signal(signal.SIGINT, lambda *_: interrupts.append(1))  # the ranks get it as well
     with mock.patch.object(subprocess, "Popen", Started):
-        runner.main([quiet, *with_free_port(launcher), "--module", "isogloss.distill", *ours])
+        try:
+            runner.main([quiet, *with_free_port(launcher), "--module", "isogloss.distill", *ours])
+        except SystemExit as end:
+            if not interrupts or end.code == 128 + signal.SIGINT:
+                raise
+            # a rank that SIGINT ends at once
+            print("isogloss-distill: ended at once" if len(interrupts) > 1 else
+                  "isogloss-distill: ended before the first step, nothing to save yet",
+                  file=sys.stderr)
+            raise SystemExit(128 + signal.SIGINT) from None
     # of a process that a signal has ended it makes no exit code
     if started and started[-1].returncode:
         number = -started[-1].returncode

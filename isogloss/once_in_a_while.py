@@ -146,6 +146,9 @@ def end_if_stopped(state, stop, log):
              "repaired the same command goes on", code=code)
     if stop != FAILED:
         current_watch().say_who_died()
+        if dist.get_rank() == 0:
+            print(f"saved {state.last_checkpoint}; the same command goes on"
+                  if state.last_checkpoint else "nothing to save yet", file=sys.stderr)
     raise SystemExit(code)
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import ranks
+from isogloss.job.watch import LAUNCHERS
 
 ROOT = Path(__file__).resolve().parent.parent
 PATIENCE = 240  # seconds, on a busy machine, for what takes a few
@@ -72,11 +73,11 @@ class Job:
     def launchers(self):
         """Return the process ids of launchers on the node: one, once it has started."""
         return [process for process, words in processes_of(self.runner.pid).items()
-                if "-m deepspeed.launcher.launch " in words]
+                if any(f"-m {module} " in words for module in LAUNCHERS)]
 
     def ranks(self):
         return [process for process, words in processes_of(self.runner.pid).items()
-                if "--local_rank=" in words and "deepspeed.launcher" not in words]
+                if "--local_rank=" in words and ".launcher" not in words]
 
     def what_waits(self):
         """Return the processes that are left and the stacks of the ranks, to see why a job hangs.

@@ -7,6 +7,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 import warnings
 from datetime import timedelta
 from functools import partial
@@ -452,7 +453,8 @@ def test_no_thread_of_a_group_outlives_it():
 # SIGHUP in test_distributed.py.
 SIGNALS = {
     "SIGKILL to the launcher": (lambda job: os.kill(*job.launchers(), signal.SIGKILL), 137),
-    "Ctrl-C": (lambda job: os.killpg(job.runner.pid, signal.SIGINT), None),
+    "Ctrl-C": (lambda job: os.killpg(job.runner.pid, signal.SIGINT), 130),
+    "Ctrl-C under deepspeed": (lambda job: os.killpg(job.runner.pid, signal.SIGINT), None),
 }
 
 
@@ -471,6 +473,12 @@ def test_a_job_that_is_stopped_saves_first_and_the_curve_goes_on(small_run, tmp_
         last = losses_of(output)[-1]["step"]
         assert (output / "checkpoints" / f"step_{last:07d}").is_dir(), (name, last, message)
         assert code is None or found == code, (name, found, message)
+        if code == 130:
+            said = [line for line in message.splitlines() if line and "step/s" not in line]
+            assert said[-2:] == [
+                f"ending after step {last}",
+                f"saved {output}/checkpoints/step_{last:07d}; the same command goes on"], message
+            assert "Traceback" not in message and "Kill" not in message
     steps = f"--steps={last + 1}"
     undisturbed = f"--output_dir={tmp_path / 'undisturbed'}"
     run_all(2, [*flags, steps], [*flags, steps, undisturbed])
@@ -480,6 +488,24 @@ def test_a_job_that_is_stopped_saves_first_and_the_curve_goes_on(small_run, tmp_
 def has_trained(job, output, start):
     assert job.runner.poll() is None, job.runner.communicate()[1]
     return (output / "metrics.jsonl").exists() and bool(losses_of(output, start))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("is_training", [False, True])
+def test_a_job_that_is_interrupted_at_once_says_so(small_run, tmp_path, is_training):
+    """By Ctrl-C before the first step, or by a second one; no process stays behind."""
+    output = tmp_path / "run"
+    job = Job(small_run(output, "--num_workers=1", "--steps=100000"), ranks.free_port(),
+              our_command(tmp_path))
+    wait_until(lambda: has_trained(job, output, 0) if is_training else len(job.ranks()) == 2)
+    os.killpg(job.runner.pid, signal.SIGINT)
+    if is_training:
+        time.sleep(0.02)
+        os.killpg(job.runner.pid, signal.SIGINT)
+    code, message = job.wait()
+    assert code == 130 and "Traceback" not in message, message
+    expected = "ended at once" if is_training else "nothing to save yet"
+    assert expected in message or f"saved {output}" in message, message
 
 
 @pytest.mark.slow

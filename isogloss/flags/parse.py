@@ -15,6 +15,7 @@ import json
 import math
 import os
 import re
+import signal
 import sys
 from collections.abc import Callable
 from contextlib import contextmanager
@@ -455,6 +456,9 @@ def prepare_rank(program=None):
     """Make a process ready to import torch, or end it with a line where it can be no rank."""
     # Torch would print a lost connection, as to a rank that has ended, with thirty lines of C++.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # no traceback of an import
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])  # see job/launcher.py
     with refusing(program, loud=is_first_of_node()):
         check_launcher()
 

@@ -34,10 +34,15 @@ FAILED = -1  # stands for no signal, but for what a rank cannot do any more
 
 
 class StopSignals:
-    """Note the signals that ask the job to end; a second SIGINT ends this rank at once."""
+    """Note the signals that ask the job to end; a second SIGINT ends this rank at once.
+
+    Attributes:
+        step: that is being taken, for the line of the first rank.
+    """
 
     def __init__(self):
-        self.received = set()  # a signal handler can do no more than add to it
+        self.step = 0
+        self.received = set()  # a signal handler can do little more than add to it
         for number in STOP_SIGNALS:
             # nohup has SIGHUP ignored, and a shell without job control SIGINT of what it runs in
             # the background
@@ -45,6 +50,8 @@ class StopSignals:
                 signal.signal(number, self._note)
 
     def _note(self, number, _):
+        if is_first_rank() and not self.received:
+            os.write(2, f"\nending after step {self.step}\n".encode())
         self.received.add(number)
         if number == signal.SIGINT:
             signal.signal(signal.SIGINT, signal.SIG_DFL)
@@ -110,8 +117,11 @@ def _is_runner(words):
     return not commands.isdisjoint(names) or "deepspeed.launcher.runner" in words
 
 
+LAUNCHERS = {"deepspeed.launcher.launch", "isogloss.job.launcher"}  # of a node
+
+
 def _is_launcher(words):
-    modules = {"deepspeed.launcher.launch", "torch.distributed.run"}
+    modules = {*LAUNCHERS, "torch.distributed.run"}
     return not modules.isdisjoint(words) or "torchrun" in [Path(word).name for word in words[:3]]
 
 
@@ -131,7 +141,7 @@ def find_launchers():
         words = _words(process)
         if _is_runner(words) or _is_launcher(words):
             launchers.append(process)
-        if "deepspeed.launcher.launch" in words:
+        if not LAUNCHERS.isdisjoint(words):
             # For one node the runner is the parent, and says nothing of a node's number.
             by_runner = any(word.startswith("--log_level") for word in words)
             on_one_node = not any(word.startswith("--node_rank") for word in words)
