@@ -333,7 +333,8 @@ def isogloss():
         tool("transfer", sys.argv[2:])
         return
     print("usage: isogloss doctor, isogloss transfer; other commands are isogloss-distill, "
-          "isogloss-cache, isogloss-export, isogloss-plan, isogloss-report, isogloss-tasks",
+          "isogloss-cache, isogloss-export, isogloss-plan, isogloss-projection, isogloss-report, "
+          "isogloss-tasks",
           file=sys.stderr)
     raise SystemExit(0 if "--help" in sys.argv or "-h" in sys.argv else 2)
 

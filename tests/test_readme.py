@@ -19,7 +19,7 @@ from isogloss.align import TokenTable
 from isogloss.config import Config
 from isogloss.data.batch import Collator, PairOptions
 from isogloss.data.sample import TextEncoder
-from isogloss.projection_tools import build, cells, generate, multitoken, pairs, show
+from isogloss.projection_tools.__main__ import KINDS
 from isogloss.report import __main__ as report
 
 README = (ROOT / "README.md").read_text()
@@ -77,7 +77,7 @@ def test_the_pages_are_short_and_count_the_files_to_copy():
 
 def test_flags_and_targets_that_the_text_names_exist():
     known = {*(entry.name for entry in fields(Config)), "help"}
-    kinds = [tool.Args for tool in (build, show, cells, generate, multitoken, pairs, report)]
+    kinds = [*KINDS, report.Args]
     kinds += [kind for name, kind in vars(command).items() if name.endswith("Args")]
     for kind in kinds:
         known |= set(kind.__dataclass_fields__)
