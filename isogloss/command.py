@@ -36,6 +36,7 @@ OPTIONAL = {
     "flash-linear-attention": "fast linear attention on a GPU",
     "causal-conv1d": "fast state-space layers on a GPU",
     "lm_eval": "--eval_tasks lm_eval:NAME",
+    "matplotlib": "curves of isogloss-report and of model cards",
     "wandb": "--wandb_project",
     "trl": "isogloss.integrations in TRL's trainers",
     "vllm": "--writer vllm",
