@@ -179,9 +179,10 @@ def cli(argv=None):
             print(f"{command:10}  {kind.__doc__}")
         print("\nCOMMAND --help describes its flags.")
     else:
+        what = f"unknown command {name!r}" if name else "no command"
         with refusing("projection_tools"):
-            raise ValueError(f"{f'unknown command {name!r}' if name else 'no command'}; expected "
-                             f"one of {', '.join(COMMANDS)}; --help describes them")
+            raise ValueError(f"{what}; expected one of {', '.join(COMMANDS)}; --help describes "
+                             "them")
 
 
 if __name__ == "__main__":

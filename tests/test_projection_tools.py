@@ -551,6 +551,9 @@ def test_wrong_command_lines_end_with_one_line(models, tmp_path, capsys):
         assert message in error_line(capsys, module, argv)
     assert not (tmp_path / "o.pt").exists()
 
+    cli(["--help"])
+    help_lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in help_lines[2:-2]] == list(COMMANDS)
     for words, message in (([], "no command"), (["bild", *pair], "unknown command 'bild'")):
         with pytest.raises(SystemExit) as ended:
             cli(words)
