@@ -78,9 +78,10 @@ RECIPE = "recipes/qwen3_4b_to_llama_3.2_1b.yaml"
 # what a new process of each would do; they import the same
 TOOLS = f"""
 import contextlib, runpy, sys
-from importlib import metadata
+from importlib import metadata, util
 import isogloss
 assert "torch" not in sys.modules
+assert util.find_spec("isogloss.demo") is None and util.find_spec("isogloss.demo_report") is None
 from isogloss import CrossTokenizerKD, losses, align
 print(isogloss.__version__, losses.__file__)
 for words in (["isogloss-plan", {RECIPE!r}], ["isogloss", "doctor"], ["build", "--help"],
