@@ -11,7 +11,6 @@ from dataclasses import dataclass
 
 from isogloss import curves
 from isogloss.flags.terminal import one_line
-from isogloss.tasks import markdown_table
 
 NO_TEACHER = "no teacher"  # cross-entropy alone: the baseline of every loss
 EQUAL_TOKENIZERS = "equal tokenizers"  # the teacher has the student's tokenizer
@@ -98,6 +97,8 @@ def table(runs):
     The gain is over NO_TEACHER after as many steps, in bits per byte; of several seeds it is
     counted for how many there is one.
     """
+    from isogloss.tasks import markdown_table  # seconds of imports
+
     arms = by_arm(runs)
     baseline = {run.seed: run.bits for run in arms[NO_TEACHER]}
     rows = [["student of", "steps", "seconds", "bits per byte", "its teacher", "gain"]]
