@@ -411,7 +411,10 @@ class CrossTokenizerKD:
         for text, student_text, teacher_text in zip(texts, student, teacher):
             alignment = align.align(student_text.ids, teacher_text.ids, *self.token_tables, text,
                               student_text.offsets, teacher_text.offsets)
-            pairs.append(_cut(student_text.ids, teacher_text.ids, alignment, self.max_length))
+            # both sides at the same byte; chunks of every token, not shifted
+            cuts, chunks = align.cut_chunks(alignment, [self.max_length] * 2)
+            sides = student_text.ids, teacher_text.ids, *chunks
+            pairs.append([side[:cut] for side, cut in zip(sides, [*cuts, *cuts])])
             text_bytes += alignment.text_bytes
             aligned_bytes += int(alignment.chunk_bytes[alignment.same_bytes].sum())
         return self._batch(pairs, text_bytes, aligned_bytes)
@@ -507,15 +510,6 @@ class EncodedText(NamedTuple):
     offsets: np.ndarray
 
 
-class CutPair(NamedTuple):
-    """Hold one text as both models read it, cut; chunks of every token, not shifted, -1: none."""
-
-    student_ids: np.ndarray
-    teacher_ids: np.ndarray
-    student_chunk: np.ndarray
-    teacher_chunk: np.ndarray
-
-
 def _encode(texts, tokenizer, table):
     """Return an EncodedText `[bos] text eos` for each text, as far as the tokenizer has these."""
     prefix = [table.bos] if align.adds_bos(tokenizer, table.bos) else []
@@ -530,13 +524,6 @@ def _encode(texts, tokenizer, table):
         ids = np.array([*prefix, *ids, *suffix], np.int64)
         encoded.append(EncodedText(ids, np.array(offsets, np.int64).reshape(-1, 2)))
     return encoded
-
-
-def _cut(student_ids, teacher_ids, alignment, max_length):
-    """Cut both sides of a text at the same byte; return a CutPair."""
-    cuts, (student_chunk, teacher_chunk) = align.cut_chunks(alignment, [max_length, max_length])
-    return CutPair(student_ids[: cuts[0]], teacher_ids[: cuts[1]],
-                   student_chunk[: cuts[0]], teacher_chunk[: cuts[1]])
 
 
 def _padded(arrays):

@@ -3,25 +3,23 @@
     python demo.py                    # what `make demo` runs; SEEDS="0 1 2" for three seeds
 
 The demo makes everything here and downloads nothing.  The corpus is stories that a few sentences
-with slots tell.  Two tokenizers of different kinds are trained on it, and a small teacher for each.
-The ordinary `deepspeed distill.py` trains four students, from the same weights on the same data:
-without a teacher, by two distillation losses, and from the teacher with their own tokenizer.  What
-two of them write stands below one another.
+with slots tell.  Two tokenizers of different kinds are trained on it.  The ordinary `deepspeed
+distill.py` trains a small teacher for each, and four students, from the same weights on the same
+data: without a teacher, by two distillation losses, and from the teacher with their own tokenizer.
+What two of them write stands below one another.
 
-On a CPU two students train side by side, a rank with half of the cores each: a job starts while
-another one computes, and all seconds are measured alike.  demo_report.py shows what came out.
+On a CPU two jobs run side by side, a rank with half of the cores each.  Seconds are of such a rank,
+whose neighbor may be idle at last.  demo_report.py shows what came out.
 """
 
 import contextlib
 import hashlib
 import io
 import json
-import multiprocessing
 import os
 import platform
 import random
 import shutil
-import socket
 import subprocess
 import sys
 import time
@@ -31,7 +29,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from isogloss import align_view, demo_report
-from isogloss.demo_report import EQUAL_TOKENIZERS, NO_TEACHER, read_json_lines
+from isogloss.command import with_free_port
+from isogloss.demo_report import EQUAL_TOKENIZERS, NO_TEACHER
 from isogloss.flags.terminal import guard_terminal, unguarded
 
 CACHE = Path(os.environ.get("ISOGLOSS_CACHE", ".cache"))
@@ -40,7 +39,7 @@ RUNS = Path("runs/demo")
 # Sizes and rates let the demo end within minutes on two cores; not tuned.  The cache's name is a
 # hash of this dict: raise `version` when the code that makes the cached files changes.
 RECIPE = {
-    "version": 5,
+    "version": 6,
     "stories": 6000,
     "held_out_rows": 96,
     "student_rows": 96,  # stories that the students read; the teachers have read all
@@ -50,17 +49,12 @@ RECIPE = {
                     num_attention_heads=6, num_key_value_heads=6, max_position_embeddings=512),
     "student": dict(hidden_size=128, intermediate_size=344, num_hidden_layers=3,
                     num_attention_heads=4, num_key_value_heads=4, max_position_embeddings=512),
-    "teacher_steps": 240,
+    "teacher_steps": 160,
     "teacher_batch": 16,
     "teacher_lr": 3e-3,
 }
 # Flags of distill.py that all arms have in common.
-DISTILL = {
-    "steps": 240,
-    "learning_rate": 3e-3,
-    "max_length": 256,
-    "eval_rows": RECIPE["held_out_rows"],
-}
+DISTILL = {"steps": 200, "learning_rate": 3e-3}
 BATCH_SIZE = 8  # samples of a student's step
 NUM_EVALUATIONS = 4  # of a student, after the one before its first step
 # What the table compares: the name of an arm and its flags of distill.py.  The weights are twice
@@ -162,7 +156,7 @@ def make_student_corpus(corpus, path):
 
 def read_corpus(path):
     """Return (held out, train), two lists of stories."""
-    texts = [example["text"] for example in read_json_lines(path)]
+    texts = [json.loads(line)["text"] for line in path.read_text().splitlines()]
     count = RECIPE["held_out_rows"]
     return texts[:count], texts[count:]
 
@@ -273,65 +267,6 @@ def teacher_dtype():
     return "bfloat16" if fast else "float32"
 
 
-def batches_by_length(tokenizer, texts, batch_size):
-    """Return batches of token ids, sequences of similar length together, so that few are padding.
-
-    Sequences that do not fill a last batch, the longest ones, are left out.
-    """
-    bos = tokenizer.bos_token_id
-    eos = tokenizer.eos_token_id
-    sequences = [[bos, *ids, eos] for ids in tokenizer(texts)["input_ids"]]
-    sequences.sort(key=len)
-    starts = range(0, len(sequences) - batch_size + 1, batch_size)
-    return [sequences[start : start + batch_size] for start in starts]
-
-
-def train_teacher(tokenizer, texts, shows_progress):
-    """Train a teacher on the texts and return it on the CPU; AdamW, warm-up, cosine decay."""
-    import torch
-    from tqdm import tqdm
-
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    mixed_precision = teacher_dtype() == "bfloat16"
-    steps = RECIPE["teacher_steps"]
-    peak_lr = RECIPE["teacher_lr"]
-    model = llama(tokenizer, RECIPE["teacher"], seed=0).to(device).train()
-    batches = batches_by_length(tokenizer, texts, RECIPE["teacher_batch"])
-    # usual values for small language models; not tuned
-    adamw = dict(lr=peak_lr, betas=(0.9, 0.95), weight_decay=0.1)
-    optimizer = torch.optim.AdamW(model.parameters(), **adamw)
-    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, peak_lr, steps, pct_start=0.1)
-    generator = torch.Generator().manual_seed(0)
-    order = []  # indices of the batches that this epoch has not used yet
-    seconds_between_updates = 0.5 if sys.stderr.isatty() else 10
-    bar = tqdm(range(steps), desc="both teachers", unit="step", disable=not shows_progress,
-               mininterval=seconds_between_updates, file=unguarded(sys.stderr))
-    for _ in bar:
-        if not order:
-            order = torch.randperm(len(batches), generator=generator).tolist()
-        loss = teacher_loss(model, batches[order.pop()], device, mixed_precision)
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-        schedule.step()
-        bar.set_postfix(loss=f"{loss.item():.3f}", refresh=False)
-    return model.cpu()
-
-
-def teacher_loss(model, batch, device, mixed_precision):
-    """Return the mean next-token cross-entropy, in nats, of a batch of token id lists."""
-    import torch
-
-    sequences = [torch.tensor(ids) for ids in batch]
-    # -100 is the label that cross_entropy ignores; as an input any token does
-    labels = torch.nn.utils.rnn.pad_sequence(sequences, batch_first=True, padding_value=-100)
-    labels = labels.to(device)
-    with torch.autocast(device, torch.bfloat16, enabled=mixed_precision):
-        logits = model(input_ids=labels[:, :-1].clamp(min=0)).logits
-        return torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels[:, 1:].flatten())
-
-
 # --- the cache ------------------------------------------------------------------------------------
 
 
@@ -363,53 +298,44 @@ TEACHERS = {
 }
 
 
-def prepare(folder, seeds):
+def prepare(folder, seeds, layout):
     """Make the corpus, two teachers and a fresh student per seed, unless they are cached."""
     corpus = make_once(folder / "corpus.jsonl", make_corpus)
     make_once(folder / "student_corpus.jsonl", partial(make_student_corpus, corpus))
-    missing = [name for name in TEACHERS if not (folder / name).exists()]
-    side_by_side(make_teacher, [(folder, name, name == missing[0]) for name in missing])
+    side_by_side(partial(make_teacher, folder, layout), TEACHERS, layout)
+    tokenizer = load_tokenizer(folder / "equal_teacher")
     for seed in seeds:
-
-        def make_student(scratch, seed=seed):
-            tokenizer = load_tokenizer(folder / "equal_teacher")
-            save(llama(tokenizer, RECIPE["student"], seed), tokenizer, scratch)
-
-        make_once(folder / f"student_{seed}", make_student)
+        student = llama(tokenizer, RECIPE["student"], seed)
+        make_once(folder / f"student_{seed}", partial(save, student, tokenizer))
 
 
-def make_teacher(folder, name, shows_progress):
-    """Train a tokenizer and a teacher that has it."""
+def make_teacher(folder, layout, name):
+    """Train a tokenizer and, by distill.py, a teacher that has it, on text alone."""
     train_tokenizer, vocab = TEACHERS[name]
-    _, texts = read_corpus(folder / "corpus.jsonl")
 
     def make(scratch):
+        _, texts = read_corpus(folder / "corpus.jsonl")
         tokenizer = train_tokenizer(texts, RECIPE[vocab])
-        save(train_teacher(tokenizer, texts, shows_progress), tokenizer, scratch)
+        fresh = folder / f"fresh_{name}"
+        save(llama(tokenizer, RECIPE["teacher"], seed=0), tokenizer, fresh)
+        print(f"{name} with {len(tokenizer):,} tokens learns from {len(texts):,} stories",
+              flush=True)
+        train(folder, name, layout, RECIPE["teacher_batch"], {
+            "student": fresh, "data": folder / "corpus.jsonl", "kd_weight": 0, "export": scratch,
+            "steps": RECIPE["teacher_steps"], "learning_rate": RECIPE["teacher_lr"], "seed": 0})
 
     make_once(folder / name, make)
 
 
-def side_by_side(function, calls):
-    """Call a function with each tuple of arguments, in processes that share the cores."""
-    context = multiprocessing.get_context("spawn")  # a CUDA context does not survive a fork
-    processes = []
-    for arguments in calls:
-        threads = num_threads(len(calls))
-        process = context.Process(target=call_with_threads, args=(threads, function, arguments))
-        process.start()
-        processes.append(process)
-    for process in processes:
-        process.join()
-    if any(process.exitcode for process in processes):
-        raise SystemExit(f"demo.py: {function.__name__} failed; see the error above")
-
-
-def call_with_threads(threads, function, arguments):
-    import torch
-
-    torch.set_num_threads(threads)
-    function(*arguments)
+def side_by_side(function, names, layout):
+    """Return what a function makes of each name, as many at a time as the layout has jobs."""
+    with ThreadPoolExecutor(layout.jobs) as pool:
+        jobs = [pool.submit(function, name) for name in names]
+        try:
+            return [job.result() for job in jobs]
+        except SystemExit:
+            pool.shutdown(cancel_futures=True)
+            raise
 
 
 def num_threads(num_processes):
@@ -454,12 +380,8 @@ def choose_layout():
 
 def launch(ranks, flags, log, threads):
     """Run `deepspeed distill.py` with these flags and return its exit code."""
-    # a free port: several jobs may run on one machine
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
     launcher = Path(sys.executable).with_name("deepspeed")
-    options = ["--quiet", f"--num_gpus={ranks}", f"--master_port={port}"]
+    options = with_free_port(["--quiet", f"--num_gpus={ranks}"])
     environment = {"OMP_NUM_THREADS": str(threads)} | os.environ
     with log.open("w") as output:
         return subprocess.run([launcher, *options, "distill.py", *flags], env=environment,
@@ -468,74 +390,62 @@ def launch(ranks, flags, log, threads):
 
 def train_arms(folder, seeds, layout):
     """Train the students of all arms; return their Runs in the order of ARMS."""
-    with ThreadPoolExecutor(layout.jobs) as pool:
-        jobs = [pool.submit(distill, folder, arm, seed, layout) for arm in ARMS for seed in seeds]
-        try:
-            return [job.result() for job in jobs]
-        except SystemExit:
-            pool.shutdown(cancel_futures=True)
-            raise
+    arms = [(arm, seed) for arm in ARMS for seed in seeds]
+    return side_by_side(lambda arm: distill(folder, layout, *arm), arms, layout)
 
 
-def distill(folder, arm, seed, layout):
+def distill(folder, layout, arm, seed):
     """Train one student by the command line and return its Run."""
     steps = DISTILL["steps"]
-    values = {
+    values = DISTILL | ARMS[arm] | {
         "student": folder / f"student_{seed}",
         "teacher": folder / ("equal_teacher" if arm == EQUAL_TOKENIZERS else "teacher"),
+        "data": folder / "student_corpus.jsonl",
         "eval_every": -(-steps // NUM_EVALUATIONS),  # rounded up
+        "seed": seed,
     }
     if arm in WRITERS:
         values["export"] = exported(folder, arm, seed)
-    threads = num_threads(layout.ranks * layout.jobs)
-    values = DISTILL | ARMS[arm] | values
-    run, seconds = train(folder, arm, seed, layout.ranks, threads, values)
+    output, seconds = train(folder, name_of(arm, seed), layout, BATCH_SIZE, values)
+    run = demo_report.read_run(arm, seed, output)
     print(f"{arm}, seed {seed}: {run.bits:.3f} bits per byte after {steps} steps, {seconds:.0f} s "
           "with start and evaluations", flush=True)
     return run
 
 
-def output_of(folder, arm, seed):
-    name = f"{arm}_{seed}".replace(",", "").replace(" ", "_")
-    return RUNS / folder.name / name
+def name_of(arm, seed):
+    return f"{arm}_{seed}".replace(" ", "_")
 
 
 def exported(folder, arm, seed):
-    return output_of(folder, arm, seed) / "student"
+    return RUNS / folder.name / name_of(arm, seed) / "student"
 
 
-def train(folder, arm, seed, ranks, threads, values):
-    """Run distill.py, its output into a file beside the directory of the run.
+def train(folder, name, layout, batch_size, values):
+    """Run distill.py, its output into a file beside the directory of the run, which is made anew.
 
     Args:
-        arm, seed: name the run, whose directory is made anew.
-        threads: of a rank on a CPU.
-        values: of flags.
+        batch_size: samples of a step; values: of flags.
     Returns:
-        (Run, seconds of the whole command).
+        (directory of the run, seconds of the whole command).
     """
-    output = output_of(folder, arm, seed)
+    output = RUNS / folder.name / name
     shutil.rmtree(output, ignore_errors=True)
     output.parent.mkdir(parents=True, exist_ok=True)
-    common = {
-        "ds_config": output.with_suffix(".ds_config.json"),
-        "seed": seed,
-        "data": folder / "student_corpus.jsonl",
-        "output_dir": output,
-        "teacher_dtype": teacher_dtype(),
-    }
     config = json.loads(Path("ds_configs/zero2.json").read_text())
-    config["train_batch_size"] = BATCH_SIZE
-    common["ds_config"].write_text(json.dumps(config, indent=2))
-    flags = [f"--{name}={value}" for name, value in (common | values).items()]
+    config["train_batch_size"] = batch_size
+    ds_config = output.with_suffix(".ds_config.json")
+    ds_config.write_text(json.dumps(config, indent=2))
+    values = values | {"ds_config": ds_config, "output_dir": output, "max_length": 256,
+                       "eval_rows": RECIPE["held_out_rows"], "teacher_dtype": teacher_dtype()}
+    flags = [f"--{name}={value}" for name, value in values.items()]
     log = output.with_suffix(".log")
     begin = time.perf_counter()
-    if launch(ranks, flags, log, threads):
+    if launch(layout.ranks, flags, log, num_threads(layout.ranks * layout.jobs)):
         end = "\n".join(log.read_text(errors="replace").splitlines()[-15:])
         raise SystemExit(f"demo.py: the run {output} failed; {log} ends in\n{end}\n"
                          f"Its flags were\n{' '.join(flags)}")
-    seconds = time.perf_counter() - begin
-    return demo_report.read_run(arm, seed, output / "metrics.jsonl"), seconds
+    return output, time.perf_counter() - begin
 
 
 # --- main -----------------------------------------------------------------------------------------
@@ -546,14 +456,14 @@ def main():
     begin = time.perf_counter()
     seeds = list(map(int, os.environ.get("SEEDS", "0").split()))
     folder = recipe_folder()
-    prepare(folder, seeds)
+    layout = choose_layout()
+    prepare(folder, seeds, layout)
     preparation_seconds = time.perf_counter() - begin
     print("The tokens of the student above those of the teacher; a bar is inside of a chunk:")
     with contextlib.redirect_stdout(unguarded(sys.stdout)):  # which has colors
         align_view.main(["--student", str(folder / "equal_teacher"),
                     "--teacher", str(folder / "teacher"), "--show", SHOWN])
 
-    layout = choose_layout()
     runs = train_arms(folder, seeds, layout)
     picture = RUNS / folder.name / "curves.png"
     demo_report.plot(runs, picture)

@@ -16,7 +16,7 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from isogloss.align import TokenTable, align
 from isogloss.align_dp import align_dp
-from isogloss.demo_report import markdown_table
+from isogloss.tasks import markdown_table
 
 HEADER = ("text, student tokens", "tokenize ms", "align ms", "M tokens/s", "of tokenizing",
           "align_dp ms")

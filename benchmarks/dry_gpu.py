@@ -37,6 +37,7 @@ import sysconfig
 import tempfile
 import traceback
 import types
+from contextlib import contextmanager
 from pathlib import Path
 from unittest import mock
 
@@ -580,10 +581,10 @@ def megabytes(nbytes, positions):
     return round(nbytes / positions / 1e6, 2)
 
 
-def compiled_traffic(function, args, options):
-    """Return (bytes, launches) of what the compiler makes of a call, by its own count."""
-    from torch._inductor import compile_fx  # seconds of imports
-    from torch._inductor.graph import GraphLowering
+@contextmanager
+def each_graph(count):
+    """Yield a list that gets `count(graph, its code)` of each graph that the block compiles."""
+    from torch._inductor.graph import GraphLowering  # seconds of imports
 
     torch._inductor.config.joint_graph_constant_folding = False
     torch._inductor.config.fx_graph_cache = False
@@ -592,10 +593,20 @@ def compiled_traffic(function, args, options):
 
     def watched(graph):
         out = codegen(graph)
-        text = getattr(out[0], "value", None) or str(out[0])
-        calls = len(re.findall(r"\.run\(|segment_reduce\.default\(|extern_kernels\.", text))
-        counted.append((graph.count_bytes()[0], calls))
+        counted.append(count(graph, getattr(out[0], "value", None) or str(out[0])))
         return out
+
+    with mock.patch.object(GraphLowering, "codegen", watched):
+        yield counted
+
+
+def compiled_traffic(function, args, options):
+    """Return (bytes, launches) of what the compiler makes of a call, by its own count."""
+    from torch._inductor import compile_fx  # seconds of imports
+
+    def count(graph, code):
+        calls = len(re.findall(r"\.run\(|segment_reduce\.default\(|extern_kernels\.", code))
+        return graph.count_bytes()[0], calls
 
     def ends(*args, **more):
         compile_fx.compile_fx_inner(*args, **more)
@@ -608,7 +619,7 @@ def compiled_traffic(function, args, options):
 
     backend = functools.partial(compile_fx.compile_fx, inner_compile=ends)
     torch._dynamo.reset()
-    with mock.patch.object(GraphLowering, "codegen", watched), torch.no_grad():
+    with each_graph(count) as counted, torch.no_grad():
         try:
             torch.compile(function, backend=backend, dynamic=True)(
                 *tree_map(real, args), **tree_map(real, options))
@@ -706,21 +717,25 @@ def resources(path):
     return int(registers), sum(map(int, re.findall(r"(\d+) bytes spill", done.stderr)))
 
 
-def main(losses="", cases="", traffic="all",
-         copies="piece_kl,projection_kl,gold,uld,alm,forward_kl",
-         compiled="piece_kl,forward_kl,reverse_kl,generalized_jsd"):
-    """Run everything, or what is named, with commas."""
+def print_all(lines):
+    """Print lines that are made one by one, and end with status 1 where something is wrong."""
     if "DRY_GPU" not in os.environ:
         sys.exit(run_with_stand_ins())
     wrong = 0
-    lines = itertools.chain(
-        step_lines(as_list(losses or list(LOSSES)), as_list(cases or list(CASES))),
-        map(bytes_line, list(BOUNDS) if traffic == "all" else as_list(traffic)),
-        map(copies_line, as_list(copies)), compiled_lines(as_list(compiled)))
     for line in lines:
         print(json.dumps(line), flush=True)
         wrong += len(line["wrong"])
     os._exit(bool(wrong))  # threads of a device that is not there do not end
+
+
+def main(losses="", cases="", traffic="all",
+         copies="piece_kl,projection_kl,gold,uld,alm,forward_kl",
+         compiled="piece_kl,forward_kl,reverse_kl,generalized_jsd"):
+    """Run everything, or what is named, with commas."""
+    print_all(itertools.chain(
+        step_lines(as_list(losses or list(LOSSES)), as_list(cases or list(CASES))),
+        map(bytes_line, list(BOUNDS) if traffic == "all" else as_list(traffic)),
+        map(copies_line, as_list(copies)), compiled_lines(as_list(compiled))))
 
 
 if __name__ == "__main__":

@@ -11,12 +11,9 @@ BOUNDS.
 """
 
 import functools
-import json
-import os
 import re
 import sys
 from pathlib import Path
-from unittest import mock
 
 import fire
 import torch
@@ -83,28 +80,19 @@ def plain_counts(name):
 
 def compiled_counts(name):
     """Return the same of what the compiler makes of a layer."""
-    from torch._inductor.graph import GraphLowering  # seconds of imports
-    from torch._inductor.scheduler import ExternKernelSchedulerNode
+    from torch._inductor.scheduler import ExternKernelSchedulerNode  # seconds of imports
 
-    torch._inductor.config.joint_graph_constant_folding = False
-    torch._inductor.config.fx_graph_cache = False
-    counted = []
-    codegen = GraphLowering.codegen
-
-    def watched(graph):
-        out = codegen(graph)
-        text = getattr(out[0], "value", None) or str(out[0])
+    def count(graph, code):
         nbytes = 0
         for node in graph.scheduler.nodes:
             if not isinstance(node, ExternKernelSchedulerNode):
                 nbytes += node.get_read_write_buffers_sizes()
-        counted.append((len(re.findall(r"\.run\(", text)), nbytes))
-        return out
+        return len(re.findall(r"\.run\(", code)), nbytes
 
     model = model_of(name)
     args, named = arguments_of(model, LENGTH)
     [forward] = compile_layers(model, learns=True)
-    with mock.patch.object(GraphLowering, "codegen", watched):
+    with dry_gpu.each_graph(count) as counted:
         dry_gpu.compile_both_passes(functools.partial(forward.inner, **named), args)
     launches, sizes = zip(*counted)
     return counted[0], (sum(launches), sum(sizes))
@@ -126,13 +114,7 @@ def line_of(name):
 
 def main(models="meta-llama/Llama-3.2-1B"):
     """Count layers of these models of recipes/architectures.yaml, with commas."""
-    if "DRY_GPU" not in os.environ:
-        sys.exit(dry_gpu.run_with_stand_ins())
-    wrong = 0
-    for line in map(line_of, as_list(models)):
-        print(json.dumps(line), flush=True)
-        wrong += len(line["wrong"])
-    os._exit(bool(wrong))  # threads of a device that is not there do not end
+    dry_gpu.print_all(map(line_of, as_list(models)))
 
 
 if __name__ == "__main__":

@@ -128,8 +128,8 @@ def main(assets, hidden=512, layers=8, length=256, only=""):
     os.environ |= {"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
     from benchmarks.gpu_job import on_ranks
     from isogloss.config import Config
-    from isogloss.demo_report import markdown_table
     from isogloss.plan import plan
+    from isogloss.tasks import markdown_table
 
     rows = [["layout", "state, MiB", "expected", "error", "peak, MiB", "expected", "error"]]
     with tempfile.TemporaryDirectory() as temporary:

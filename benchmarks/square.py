@@ -59,7 +59,7 @@ import torch.nn.functional as F
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from benchmarks import rivals
-from isogloss import demo, demo_report
+from isogloss import demo
 from isogloss.align import TokenTable
 from isogloss.config import Config
 from isogloss.data.batch import Collator, PairOptions
@@ -67,6 +67,7 @@ from isogloss.data.sample import TextEncoder
 from isogloss.flags.parse import flag
 from isogloss.flags.tool import tool
 from isogloss.objective.loss_table import build_loss
+from isogloss.tasks import markdown_table
 from recipes.tiny import prepare
 
 TEXT = "text"  # no teacher
@@ -638,7 +639,7 @@ def show(found, losses, pairs):
                          "" if loss == first else interval(ahead), str(gains.steps),
                          f"{gains.seconds:.0f}"])
         print(f"\nstudent {pair[0]}, teacher {Path(pair[1]).name}\n"
-              f"{demo_report.markdown_table(rows)}")
+              f"{markdown_table(rows)}")
     if {(a, b) for a in KINDS for b in KINDS} <= set(pairs):
         rows = [["loss", "share of an equal tokenizer's gain", f"{first} ahead by"]]
         of_first = shares(found, first)
@@ -646,7 +647,7 @@ def show(found, losses, pairs):
             ahead = [a - b for a, b in zip(of_first, shares(found, loss))]
             rows.append([loss, interval(shares(found, loss)),
                          "" if loss == first else interval(ahead)])
-        print(f"\n{demo_report.markdown_table(rows)}", flush=True)
+        print(f"\n{markdown_table(rows)}", flush=True)
 
 
 def shares(found, loss):

@@ -46,6 +46,7 @@ from isogloss import demo, demo_report
 from isogloss.align import TokenTable
 from isogloss.flags.parse import flag
 from isogloss.flags.tool import tool
+from isogloss.tasks import markdown_table
 from recipes.tiny import prepare
 
 RUNS = ROOT / "runs" / "transfer"
@@ -307,7 +308,7 @@ def _trained(run, args, paths, arm, seed, steps):
     if not (run / "student" / "config.json").exists():
         _distill(run, args, paths, arm, seed, steps)
         shutil.rmtree(run / "checkpoints")  # gigabytes that nothing reads again
-    seconds = demo_report.read_run(arm, seed, run / "metrics.jsonl").seconds_per_step
+    seconds = demo_report.read_run(arm, seed, run).seconds_per_step
     results = judge(run / "student", *read(paths.folder, "texts", "as_it_was"))
     if seed:
         shutil.rmtree(run / "student")
@@ -424,7 +425,7 @@ def table(folder, by_arm):
             gains = [interval(of_domains[TEXT][0], results, name) for name in names[1:]]
             ahead = ", ".join(f"{low:+.3f} to {high:+.3f}" for low, high in gains)
         rows.append([arm, steps, seconds, *cells, f"{agree:.3f}", ahead])
-    return demo_report.markdown_table(rows)
+    return markdown_table(rows)
 
 
 def plot(folder, by_arm):

@@ -36,6 +36,7 @@ OPTIONAL = {
     "flash-linear-attention": "fast linear attention on a GPU",
     "causal-conv1d": "fast state-space layers on a GPU",
     "lm_eval": "--eval_tasks lm_eval:NAME",
+    "matplotlib": "curves of isogloss-report and of model cards",
     "wandb": "--wandb_project",
     "trl": "isogloss.integrations in TRL's trainers",
     "vllm": "--writer vllm",
@@ -345,7 +346,8 @@ def isogloss():
         tool("transfer", sys.argv[2:])
         return
     print("usage: isogloss doctor, isogloss transfer; other commands are isogloss-distill, "
-          "isogloss-cache, isogloss-export, isogloss-plan, isogloss-report, isogloss-tasks",
+          "isogloss-cache, isogloss-export, isogloss-plan, isogloss-projection, isogloss-report, "
+          "isogloss-tasks",
           file=sys.stderr)
     raise SystemExit(0 if "--help" in sys.argv or "-h" in sys.argv else 2)
 

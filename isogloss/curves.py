@@ -130,8 +130,7 @@ def smoothed(curve):
 
 
 def drawn_curves(panel):
-    """Return the curves of a panel as they are drawn: those of a step smoothed, of evaluations not.
-    """
+    """Return the curves of a panel as they are drawn: smoothed, but for those of evaluations."""
     if panel.metric.startswith("eval/"):
         return panel.curves
     return [smoothed(curve) for curve in panel.curves]

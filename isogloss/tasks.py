@@ -22,7 +22,6 @@ import torch.distributed as dist
 
 from isogloss.data.ends import load_generation, stop_ids
 from isogloss.data.sample import TextEncoder
-from isogloss.demo_report import markdown_table
 from isogloss.evaluation.task_model import TaskEncoder
 from isogloss.evaluation.task_suite import load_suite
 from isogloss.job.rendezvous import values_of_ranks
@@ -54,6 +53,17 @@ def number(value):
     if value is None:
         return ""
     return f"{value:.4f}" if abs(value) < 1000 else f"{value:.6g}"
+
+
+def markdown_table(rows):
+    """Return rows of strings as an aligned Markdown table; the first row is the head."""
+    rows = [rows[0], ["---"] * len(rows[0]), *rows[1:]]
+    widths = [max(map(len, column)) for column in zip(*rows)]
+    lines = []
+    for row in rows:
+        cells = map(str.ljust, row, widths)
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines)
 
 
 def as_markdown(names, metrics):

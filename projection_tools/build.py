@@ -10,38 +10,25 @@ fingerprints and flags.
 
 import hashlib
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
+
+from isogloss.projection_tools.__main__ import Recipe, run
+
+if __name__ == "__main__":  # --help waits for no torch
+    raise SystemExit(run("build"))
 
 import numpy as np
 
-from isogloss.flags.parse import MISSING, flag
-from isogloss.flags.tool import OLD_NAMES, check_output, shared, tool
-from isogloss.projection_tools.args import PairArgs
 from isogloss.projection_tools.arrays import fill_empty, pack
 from isogloss.projection_tools.cut import cut_rows
 from isogloss.projection_tools.exact import exact_pairs, pin_exact
 from isogloss.projection_tools.files import cached
 from isogloss.projection_tools.generate import Embedder, similar_rows
-from isogloss.projection_tools.multitoken import Args as SpellingArgs, multitoken_rows
+from isogloss.projection_tools.multitoken import multitoken_rows
 from isogloss.projection_tools.projection_files import as_tables, finish
 from isogloss.spelling import spell
 
 VERSION = 5  # of what is cached; raise it when the same flags give another projection
-
-
-@dataclass(kw_only=True)
-class Recipe:
-    """The choices that decide a projection."""
-
-    # None of these defaults is tuned.  A change of one changes the cached files' names by itself.
-    top_k: int = shared(SpellingArgs, "top_k")
-    threshold: float = flag(0.0, "drop entries that weigh less than this, 0 to 1.", low=0, high=1)
-    max_pieces: int = shared(SpellingArgs, "max_pieces", 4)
-    reverse: bool = shared(SpellingArgs, "reverse")
-    special_threshold: float = shared(SpellingArgs, "special_threshold")
-    embedding_model: str = flag(
-        "", "hub id or directory of a model whose embeddings fill the rows that bytes leave empty; "
-        "if not given, these rows stay empty.")
 
 
 def build_projection(pair, recipe=None, trust_remote_code=False):
@@ -104,25 +91,9 @@ def empty_row_reasons(pair, indices):
     return {reason: int(mask.sum()) for reason, mask in masks.items() if mask.any()}
 
 
-@dataclass(kw_only=True)
-class Args(Recipe, PairArgs):
-    """Build the projection between a student's and a teacher's vocabulary."""
-
-    output: str = flag(MISSING, "file to write, .pt or .safetensors.")
-
-
 def main(args):
-    check_output(args.output)
     pair = args.load_pair()
     projection = build_projection(pair, args, args.trust_remote_code)
     reasons = empty_row_reasons(pair, projection[0])
     finish(projection, pair, args,
            *[f"empty: {number} {reason}" for reason, number in reasons.items()])
-
-
-def cli(argv=None):
-    tool(Args, main, aliases=OLD_NAMES, argv=argv)
-
-
-if __name__ == "__main__":
-    cli()

@@ -8,15 +8,15 @@ divergences build them in flight.
 Shapes: V student vocabulary, W teacher vocabulary, P pieces, C cells, F longer tokens, J joins.
 """
 
-from dataclasses import dataclass
+from isogloss.projection_tools.__main__ import run
+
+if __name__ == "__main__":  # --help waits for no torch
+    raise SystemExit(run("cells"))
 
 import numpy as np
 import torch
 
-from isogloss.flags.parse import flag
 from isogloss.flags.terminal import one_line
-from isogloss.flags.tool import MOST_SLOTS, OLD_NAMES, check_output, tool
-from isogloss.projection_tools.args import PairArgs
 from isogloss.projection_tools.save import save_atomically, tokenizer_metadata
 
 
@@ -51,17 +51,7 @@ def statistics(tables):
     }
 
 
-@dataclass(kw_only=True)
-class Args(PairArgs):
-    """Build the tables by which a teacher's belief is translated into a student's vocabulary."""
-
-    output: str = flag(
-        "", "file to write, .pt or .safetensors; empty: none, only print statistics.")
-    max_pieces: int = flag(16, "pieces kept of a spelling, 1 or more.", low=1, high=MOST_SLOTS)
-
-
 def main(args):
-    check_output(args.output)
     pair = args.load_pair()
     tables = build_translation(pair, args.max_pieces)
     if args.output:
@@ -69,11 +59,3 @@ def main(args):
         print(f"{one_line(args.output)}:")
     for name, value in statistics(tables).items():
         print(f"  {name}: {value}")
-
-
-def cli(argv=None):
-    tool(Args, main, aliases=OLD_NAMES, argv=argv)
-
-
-if __name__ == "__main__":
-    cli()

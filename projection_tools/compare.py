@@ -3,13 +3,13 @@
     python -m projection_tools.compare F.pt G.pt --student A --teacher B [--num_examples 20]
 """
 
-from dataclasses import dataclass
+from isogloss.projection_tools.__main__ import run
+
+if __name__ == "__main__":  # --help waits for no torch
+    raise SystemExit(run("compare"))
 
 import numpy as np
 
-from isogloss.flags.parse import MISSING, flag
-from isogloss.flags.tool import OLD_NAMES, tool
-from isogloss.projection_tools.args import PairArgs
 from isogloss.projection_tools.arrays import entries
 from isogloss.projection_tools.projection_files import load_arrays
 from isogloss.projection_tools.show import byte_explained, row_text
@@ -67,16 +67,6 @@ def differences(a, b):
     }
 
 
-@dataclass(kw_only=True)
-class Args(PairArgs):
-    """Show how two projections of the same pair differ."""
-
-    projection: str = flag(MISSING, "the first file, .pt or .safetensors.")
-    other: str = flag(MISSING, "the second file, .pt or .safetensors.")
-    num_examples: int = flag(
-        20, "rows to show, those that differ most; 0: none.", low=0, high=10**6)
-
-
 def main(args):
     pair = args.load_pair()
     first = load_arrays(args.projection, pair)
@@ -95,11 +85,3 @@ def main(args):
     for name, value in differences(first, second).items():
         number = f"{value:.4f}" if isinstance(value, float) else value
         print(f"  {name}: {number}")
-
-
-def cli(argv=None):
-    tool(Args, main, positional=("projection", "other"), aliases=OLD_NAMES, argv=argv)
-
-
-if __name__ == "__main__":
-    cli()

@@ -4,11 +4,11 @@
         --top_k 2 [--threshold 0.01]
 """
 
-from dataclasses import dataclass
+from isogloss.projection_tools.__main__ import run
 
-from isogloss.flags.parse import MISSING, flag
-from isogloss.flags.tool import MOST_SLOTS, OLD_NAMES, check_output, tool
-from isogloss.projection_tools.args import PairArgs
+if __name__ == "__main__":  # --help waits for no torch
+    raise SystemExit(run("cut"))
+
 from isogloss.projection_tools.arrays import entries, pack
 from isogloss.projection_tools.projection_files import finish, load_arrays
 
@@ -32,27 +32,8 @@ def cut_rows(projection, top_k, threshold=0.0):
     return pack(rows[keep], columns[keep], weights[keep], V, top_k)
 
 
-@dataclass(kw_only=True)
-class Args(PairArgs):
-    """Keep the heaviest entries of every row of a projection, and normalize them again."""
-
-    projection: str = flag(MISSING, "file to read.")
-    output: str = flag(MISSING, "file to write, .pt or .safetensors.")
-    top_k: int = flag(4, "entries kept per row, 1 or more.", low=1, high=MOST_SLOTS)
-    threshold: float = flag(0.0, "drop entries that weigh less than this, 0 to 1.", low=0, high=1)
-
-
 def main(args):
-    check_output(args.output)
     # The tokenizers decide nothing here; the file is checked against them.
     pair = args.load_pair()
     projection = load_arrays(args.projection, pair)
     finish(cut_rows(projection, args.top_k, args.threshold), pair, args)
-
-
-def cli(argv=None):
-    tool(Args, main, aliases=OLD_NAMES, argv=argv)
-
-
-if __name__ == "__main__":
-    cli()

@@ -3,14 +3,14 @@
     python -m projection_tools.exact --student A --teacher B --projection F.pt --output G.pt
 """
 
-from dataclasses import dataclass
+from isogloss.projection_tools.__main__ import run
+
+if __name__ == "__main__":  # --help waits for no torch
+    raise SystemExit(run("exact"))
 
 import numpy as np
 
 from isogloss.align import all_bytes
-from isogloss.flags.parse import MISSING, flag
-from isogloss.flags.tool import OLD_NAMES, check_output, tool
-from isogloss.projection_tools.args import PairArgs
 from isogloss.projection_tools.arrays import widen
 from isogloss.projection_tools.projection_files import finish, load_arrays
 from isogloss.spelling import spell
@@ -54,16 +54,7 @@ def pin_exact(projection, v, w):
     return indices, likelihoods
 
 
-@dataclass(kw_only=True)
-class Args(PairArgs):
-    """Pin tokens of equal bytes: weight 1, alone in their row."""
-
-    output: str = flag(MISSING, "file to write, .pt or .safetensors.")
-    projection: str = flag("", "file that supplies all other rows; empty: they stay empty.")
-
-
 def main(args):
-    check_output(args.output)
     pair = args.load_pair()
     student, teacher = pair.tables
     if args.projection:
@@ -74,11 +65,3 @@ def main(args):
     pieces = spell(student, pair.tokenizers[1], teacher, max_pieces=2)
     v, w = exact_pairs(student, teacher, pieces)
     finish(pin_exact(projection, v, w), pair, args, f"{len(v)} pinned")
-
-
-def cli(argv=None):
-    tool(Args, main, aliases=OLD_NAMES, argv=argv)
-
-
-if __name__ == "__main__":
-    cli()

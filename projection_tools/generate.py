@@ -8,15 +8,15 @@ weighted by exp(sharpness * cosine).  Tokens that are no text by themselves (hal
 control tokens) get no row.
 """
 
-from dataclasses import dataclass
+from isogloss.projection_tools.__main__ import run
+
+if __name__ == "__main__":  # --help waits for no torch
+    raise SystemExit(run("generate"))
 
 import numpy as np
 import torch
 
 from isogloss.flags.model_names import read_model_name
-from isogloss.flags.parse import MISSING, flag
-from isogloss.flags.tool import MOST_SLOTS, OLD_NAMES, check_output, tool
-from isogloss.projection_tools.args import PairArgs
 from isogloss.projection_tools.arrays import pack
 from isogloss.projection_tools.projection_files import finish
 from isogloss.projection_tools.tokenizers import load_tokenizer, reading
@@ -129,34 +129,8 @@ def similar_rows(pair, embed, top_k=4, sharpness=10.0, block_mib=256):
     return pack(rows[keep], columns[keep], weights[keep], len(pair.tables[0]), top_k)
 
 
-@dataclass(kw_only=True)
-class Args(PairArgs):
-    """Make the rows of a projection from the similarity of embeddings."""
-
-    embedding_model: str = flag(
-        MISSING, "hub id or directory of the model that embeds the tokens of both vocabularies.")
-    output: str = flag(MISSING, "file to write, .pt or .safetensors.")
-    top_k: int = flag(4, "entries kept per row, 1 or more.", low=1, high=MOST_SLOTS)
-    sharpness: float = flag(
-        10.0, "weights are proportional to exp(sharpness * cosine), > 0.", high=1e6)
-
-    def __post_init__(self):
-        super().__post_init__()
-        if self.sharpness <= 0:
-            raise ValueError(f"--sharpness {self.sharpness}: expected more than 0")
-
-
 def main(args):
-    check_output(args.output)
     pair = args.load_pair()
     embed = Embedder(args.embedding_model, trust_remote_code=args.trust_remote_code)
     projection = similar_rows(pair, embed, args.top_k, args.sharpness)
     finish(projection, pair, args)
-
-
-def cli(argv=None):
-    tool(Args, main, aliases=OLD_NAMES, argv=argv)
-
-
-if __name__ == "__main__":
-    cli()

@@ -8,13 +8,13 @@ stand in the rows of those pieces too, with the same weights before they are nor
 tokens are paired by role, by equal name, by similar name.
 """
 
-from dataclasses import dataclass
+from isogloss.projection_tools.__main__ import run
+
+if __name__ == "__main__":  # --help waits for no torch
+    raise SystemExit(run("multitoken"))
 
 import numpy as np
 
-from isogloss.flags.parse import MISSING, flag
-from isogloss.flags.tool import MOST_SLOTS, OLD_NAMES, check_output, tool
-from isogloss.projection_tools.args import PairArgs
 from isogloss.projection_tools.arrays import entries, fill_empty, pack
 from isogloss.projection_tools.projection_files import finish, load_arrays
 from isogloss.spelling import link_special_tokens, spell
@@ -90,23 +90,7 @@ def _reverse_entries(back, max_pieces, rows, columns):
     return v[first], w[first], rank[first]
 
 
-@dataclass(kw_only=True)
-class Args(PairArgs):
-    """Make the rows of a projection from spellings."""
-
-    output: str = flag(MISSING, "file to write, .pt or .safetensors.")
-    projection: str = flag("", "file whose rows replace those left empty here; empty: none.")
-    top_k: int = flag(4, "entries kept per row, 1 or more.", low=1, high=MOST_SLOTS)
-    max_pieces: int = flag(
-        8, "pieces of a spelling that are used, 1 or more.", low=1, high=MOST_SLOTS)
-    reverse: bool = flag(
-        False, "also add teacher tokens that the student spells with several tokens.")
-    special_threshold: float = flag(
-        0.8, "pair control tokens whose names are at least this similar, 0 to 1.", low=0, high=1)
-
-
 def main(args):
-    check_output(args.output)
     pair = args.load_pair()
     projection = multitoken_rows(
         pair, args.top_k, args.max_pieces, args.reverse, args.special_threshold)
@@ -115,11 +99,3 @@ def main(args):
         # The file may have more slots than --top_k.
         projection = pack(*entries(*filled), len(pair.tables[0]), args.top_k)
     finish(projection, pair, args)
-
-
-def cli(argv=None):
-    tool(Args, main, aliases=OLD_NAMES, argv=argv)
-
-
-if __name__ == "__main__":
-    cli()

@@ -14,31 +14,22 @@ misplaced  chunks whose first student token lies outside the cell that the teach
 and tokens a cell: of the student's vocabulary, in a cell of the root.
 """
 
-from dataclasses import dataclass
 from itertools import permutations
 from pathlib import Path
+
+from isogloss.projection_tools.__main__ import run
+
+if __name__ == "__main__":  # --help waits for no torch
+    raise SystemExit(run("pairs"))
 
 import numpy as np
 
 from isogloss.align import align
-from isogloss.flags.parse import MISSING, flag
-from isogloss.flags.tool import OLD_NAMES, shared, tool
-from isogloss.projection_tools.args import PairArgs
 from isogloss.projection_tools.cells import statistics
 from isogloss.projection_tools.files import cached_translation
 from isogloss.projection_tools.tokenizers import Pair
 
 PAGE = 2000  # characters that are read at a time
-
-
-@dataclass(kw_only=True)
-class Args:
-    """Say of pairs of tokenizers how much of a text a teacher can teach."""
-
-    tokenizers: str = flag(MISSING, "hub ids or directories, two or more, with commas.")
-    texts: str = flag(MISSING, "as english=FILE, files of text in UTF-8, with commas.")
-    pages: int = flag(50, "pieces of 2,000 characters that are read of each text.", low=1)
-    trust_remote_code: bool = shared(PairArgs, "trust_remote_code")
 
 
 def shares(texts, pair, tables):
@@ -113,11 +104,3 @@ def main(args):
             cells.append(" / ".join(f"{100 * value:.1f}" for value in found.values()))
         short = [Path(name).name for name in (student, teacher)]
         print(f"| {' | '.join(short)} | {a_cell:.2f} | {' | '.join(cells)} |", flush=True)
-
-
-def cli(argv=None):
-    tool(Args, main, aliases=OLD_NAMES, argv=argv)
-
-
-if __name__ == "__main__":
-    cli()

@@ -1,8 +1,6 @@
 """Projections as files: they hold the fingerprints of both tokenizers, and are checked."""
 
-import sys
 import warnings
-from pathlib import Path
 
 import numpy as np
 import torch
@@ -164,8 +162,7 @@ def finish(projection, pair, args, *notes):
         args: the tool's Args; its flags are recorded in the file.
         notes: what else to print.
     """
-    # By file, because the module is called __main__ when it runs as a program.
-    name = Path(sys.modules[type(args).__module__].__file__).stem
+    name = type(args).__name__.removesuffix("Args").lower()
     words = [f"isogloss projection_tools.{name}"]
     for key, value in vars(args).items():
         # The models have keys of their own, and equal content should not differ by its file's name.

@@ -6,17 +6,17 @@
 A row's tokens are written with their bytes; `*` marks an entry that the bytes do not explain.
 """
 
-from dataclasses import dataclass
+from isogloss.projection_tools.__main__ import run
+
+if __name__ == "__main__":  # --help waits for no torch
+    raise SystemExit(run("show"))
 
 import numpy as np
 import torch
 
 from isogloss.align import all_bytes
-from isogloss.flags.parse import MISSING, flag
 from isogloss.flags.terminal import one_line
-from isogloss.flags.tool import OLD_NAMES, tool
 from isogloss.losses import common_tokens
-from isogloss.projection_tools.args import PairArgs
 from isogloss.projection_tools.arrays import describe
 from isogloss.projection_tools.build import empty_row_reasons
 from isogloss.projection_tools.projection_files import load_arrays
@@ -127,21 +127,6 @@ def row_text(v, projection, pair, explained):
     return f"#{v} {shown(v, student)} -> {', '.join(tokens) or 'nothing'}"
 
 
-# --- the command line -----------------------------------------------------------------------------
-
-
-@dataclass(kw_only=True)
-class Args(PairArgs):
-    """Show examples and statistics of a projection, and check it against its two tokenizers."""
-
-    projection: str = flag(MISSING, "file to show, .pt or .safetensors.")
-    tokens: str = flag(
-        "", "student tokens to show, separated by commas: text, name in the vocabulary, or #id.")
-    num_examples: int = flag(
-        20, "rows to show if tokens is empty, evenly spaced among those with several teacher "
-        "tokens.", low=0, high=10**6)
-
-
 def example_rows(indices, num_examples):
     """Return the ids of rows with several teacher tokens, evenly spaced.
 
@@ -169,11 +154,3 @@ def main(args):
     print(f"{one_line(args.projection)}: {describe(projection[0])}")
     for name, value in row_statistics(projection, pair).items():
         print(f"  {name}: {value}")
-
-
-def cli(argv=None):
-    tool(Args, main, aliases=OLD_NAMES, argv=argv)
-
-
-if __name__ == "__main__":
-    cli()

@@ -31,6 +31,7 @@ from isogloss import distill
 from isogloss.config import Config
 from isogloss.flags.parse import parse_flags
 from isogloss.projection_tools import build
+from isogloss.projection_tools.__main__ import BuildArgs
 from jobs import losses_of
 from recipes.tiny import prepare
 from text_servers import StandIn
@@ -201,8 +202,8 @@ def tiny(tmp_path_factory):
     texts = (tiny / "texts.jsonl").read_text().splitlines(keepends=True)[:NUM_TEXTS]
     (tiny / "texts.jsonl").write_text("".join(texts))
     (tiny / "prose.txt").write_text("\n".join(json.loads(text)["text"] for text in texts))
-    build.main(build.Args(student=str(tiny / "student"), teacher=str(tiny / "teacher"),
-                          output=str(tiny / "projection.pt")))
+    build.main(BuildArgs(student=str(tiny / "student"), teacher=str(tiny / "teacher"),
+                         output=str(tiny / "projection.pt")))
     return tiny
 
 

@@ -2,6 +2,7 @@
 
 import json
 import re
+import sys
 
 import pytest
 
@@ -59,6 +60,14 @@ def test_held_out_bits_come_first_and_each_teacher_has_a_panel(runs, tmp_path, c
         assert all(is_color[:, number * width : (number + 1) * width].any() for number in range(3))
     # without --metrics what the run has is drawn
     assert drawn(runs[:1], tmp_path, capsys)[0] == [curves.FIRST, "eval/kd/A", "loss"]
+
+
+def test_without_matplotlib_a_report_has_no_curves_and_says_so(runs, tmp_path, capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    cli([str(runs[0]), "--rows=0", f"--output={tmp_path / 'report.html'}"])
+    line = capsys.readouterr().err
+    assert "no curves: matplotlib" in line and "pip install matplotlib" in line
+    assert "Held-out results" in (tmp_path / "report.html").read_text()
 
 
 def test_metrics_of_steps_are_means_of_neighbors():

@@ -13,7 +13,7 @@ import pytest
 import sentencepiece
 
 from conftest import ROOT
-from isogloss import demo, demo_report
+from isogloss import curves, demo, demo_report
 from isogloss.demo_report import EQUAL_TOKENIZERS, NO_TEACHER, Run
 from jobs import launch_forked
 
@@ -121,19 +121,20 @@ def test_the_table_compares_each_seed_with_its_own_baseline():
             run_of(EQUAL_TOKENIZERS, 0, [4, 2.3], teacher=1.9),
             run_of(EQUAL_TOKENIZERS, 1, [4, 2.3], teacher=1.9)]
     rows = cells_of(demo_report.table(runs))
-    assert list(rows)[2:4] == ["teacher", "its teacher"]
-    assert rows["teacher"] == ["", "", "2.000", "", ""]
-    assert rows["its teacher"][2] == "1.900"
+    assert rows["student of"][3:] == ["its teacher", "gain", "better"]
     # the sample deviation of 2.7 and 2.5 is 0.2 / sqrt(2)
-    assert rows[NO_TEACHER] == ["1", "0", "2.600 ± 0.141", "", ""]
-    assert rows["gold"] == ["1", "3", "2.500 ± 0.141", "+0.100 ± 0.000", "2 of 2"]
+    assert rows[NO_TEACHER] == ["1", "0", "2.600 ± 0.141", "", "", ""]
+    assert rows["gold"] == ["1", "3", "2.500 ± 0.141", "2.000", "+0.100 ± 0.000", "2 of 2"]
+    assert rows[EQUAL_TOKENIZERS][3] == "1.900"
     alone = cells_of(demo_report.table([run for run in runs if run.seed == 0]))
-    assert alone["gold"] == ["1", "2", "2.600", "+0.100", "1 of 1"]
+    # one seed is better or worse by chance
+    assert "better" not in alone["student of"]
+    assert alone["gold"] == ["1", "2", "2.600", "2.000", "+0.100"]
 
 
 def test_a_student_that_diverged_is_printed_and_drawn(tmp_path):
     runs = [run_of(arm, 0, [3.0, 2.5, math.nan]) for arm in demo.ARMS]
-    assert cells_of(demo_report.table(runs))["alm"][2:] == ["nan", "+nan", "0 of 1"]
+    assert cells_of(demo_report.table(runs))["alm"][2:] == ["nan", "2.000", "+nan"]
     demo_report.plot(runs, tmp_path / "curves.png")
     assert (tmp_path / "curves.png").stat().st_size > 10_000
 
@@ -149,10 +150,6 @@ def shorten(monkeypatch, folder):
         with lock:
             return launch_forked(*arguments)
 
-    def one_by_one(function, calls):
-        for arguments in calls:
-            function(*arguments)
-
     shape = dict(hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2,
                  num_key_value_heads=2, max_position_embeddings=512)
     recipe = dict(stories=200, held_out_rows=8, student_rows=40, teacher_steps=2, teacher=shape,
@@ -160,9 +157,8 @@ def shorten(monkeypatch, folder):
     # text alone, one with other tokenizers, one with equal ones
     arms = {arm: demo.ARMS[arm] for arm in (NO_TEACHER, "piece_kl", EQUAL_TOKENIZERS)}
     monkeypatch.chdir(ROOT)
-    small = {"launch": launch, "side_by_side": one_by_one,
-             "CACHE": folder / "cache", "RUNS": folder / "runs", "ARMS": arms,
-             "DISTILL": demo.DISTILL | {"steps": 4, "eval_rows": 8}, "NUM_EVALUATIONS": 2,
+    small = {"launch": launch, "CACHE": folder / "cache", "RUNS": folder / "runs", "ARMS": arms,
+             "DISTILL": demo.DISTILL | {"steps": 4}, "NUM_EVALUATIONS": 2,
              "RECIPE": demo.RECIPE | recipe}
     for name, value in small.items():
         monkeypatch.setattr(demo, name, value)
@@ -177,18 +173,19 @@ def test_the_demo_runs_up_to_its_last_line(tmp_path, monkeypatch, capsys):
 
     printed = capsys.readouterr().out
     assert len(printed.splitlines()) + len(demo.ARMS) < 60
-    for line in printed.splitlines()[1:3]:  # the tokens of either side spell the sentence
+    for line in printed.splitlines()[3:5]:  # the tokens of either side spell the sentence
         assert re.sub("[│ ]", "", line).replace("·", " ").strip().startswith("Rosa has 25")
     assert "\nbytes 100.0%, " in printed
     folder = demo.RUNS / demo.recipe_folder().name
     rows = cells_of(printed)
     assert [rows[arm][0] for arm in arms] == ["4"] * 3
-    for name in ("teacher", "its teacher", *arms):
-        assert re.fullmatch(r"\d\.\d{3}", rows[name][2]), name
     assert rows[NO_TEACHER][3:] == ["", ""]
-    assert re.fullmatch(r"[+-]\d\.\d{3}", rows[EQUAL_TOKENIZERS][3])
+    for name in arms:
+        assert re.fullmatch(r"\d\.\d{3}", rows[name][2]), name
+        assert name == NO_TEACHER or re.fullmatch(r"\d\.\d{3}", rows[name][3]), name
+    assert re.fullmatch(r"[+-]\d\.\d{3}", rows[EQUAL_TOKENIZERS][4])
     # the equal tokenizer is equal: a chunk has as many tokens on both sides, and nothing is lost
-    metrics = demo_report.read_json_lines(folder / "equal_tokenizers_0" / "metrics.jsonl")
+    metrics = curves.read_run(folder / "equal_tokenizers_0")
     steps = [line for line in metrics if "chunks_1_1" in line]
     assert len(steps) == 4
     for line in steps:
@@ -203,16 +200,6 @@ def test_the_demo_runs_up_to_its_last_line(tmp_path, monkeypatch, capsys):
     code = re.search(r"^from transformers.*?^text = .*?$", printed, re.M | re.S)[0]
     assert f'from_pretrained("{demo.exported(folder, "piece_kl", 0)}")' in code
     assert demo_report.one_line(demo_report.written_by(code)) in printed
-
-
-def test_processes_side_by_side_share_the_cores_and_report_a_failure(tmp_path, monkeypatch):
-    monkeypatch.setattr(demo.os, "cpu_count", lambda: 4)
-    paths = tmp_path / "a", tmp_path / "b"
-    note = "import torch; open({!r}, 'w').write(str(torch.get_num_threads()))"
-    demo.side_by_side(exec, [(note.format(str(path)),) for path in paths])
-    assert [path.read_text() for path in paths] == ["2", "2"]
-    with pytest.raises(SystemExit, match="exec failed"):
-        demo.side_by_side(exec, [("1 / 0",)])
 
 
 def test_a_job_that_fails_ends_the_demo_with_the_end_of_its_log(tmp_path, monkeypatch):

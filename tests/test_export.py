@@ -288,6 +288,14 @@ def test_the_card_is_valid_and_its_lines_run(exported, monkeypatch, capsys):
     code = re.search(r"^```python\n(.*?)^```", card.text, re.M | re.S)[1]
     exec(code, {})
     assert capsys.readouterr().out.startswith("The boat")
+    assert "(curves.png)" in card.text and (folder / "curves.png").exists()
+
+
+def test_without_matplotlib_a_card_has_no_picture(exported, tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    model_card.write_card(tmp_path, exported / "zero 3", 2)
+    assert "curves.png" not in (tmp_path / "README.md").read_text()
+    assert [path.name for path in tmp_path.iterdir()] == ["README.md"]
 
 
 def test_the_card_says_what_licenses_ask(tmp_path):

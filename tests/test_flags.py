@@ -16,21 +16,10 @@ from isogloss.flags import parse as flags
 from isogloss.flags.help import help_text
 from isogloss.flags.other_names import FOREIGN, LEFT
 from isogloss.flags.parse import PATH_FLAGS, check_types, expanded, parse_flags
-from isogloss.projection_tools import (
-    build,
-    cells,
-    compare,
-    cut,
-    exact,
-    generate,
-    multitoken,
-    show,
-)
+from isogloss.projection_tools.__main__ import COMMANDS as TOOLS, BuildArgs, ExactArgs
 
-TOOLS = (build, compare, cut, exact, generate, multitoken, show)
-KINDS = {tool.__name__: tool.Args for tool in TOOLS} | {"distill": Config}
-COMMANDS = KINDS | {tool.__name__: tool.Args for tool in (cells,)}
-COMMANDS |= {f"isogloss.{name}": kind for name, (kind, _) in command.TOOLS.items()}
+KINDS = {name: kind for name, kind in TOOLS.items() if name != "pairs"} | {"distill": Config}
+COMMANDS = KINDS | {f"isogloss.{name}": kind for name, (kind, _) in command.TOOLS.items()}
 
 
 @dataclass(kw_only=True)
@@ -80,8 +69,8 @@ def test_a_text_stays_as_it_was_written():
 
 
 def test_hyphens_and_underscores_are_equal():
-    args = parse_flags(build.Args, ["--student=a", "--teacher=b", "--output=c", "--top-k=2"])
-    other = parse_flags(build.Args, ["--student=a", "--teacher=b", "--output=c", "--top_k", "2"])
+    args = parse_flags(BuildArgs, ["--student=a", "--teacher=b", "--output=c", "--top-k=2"])
+    other = parse_flags(BuildArgs, ["--student=a", "--teacher=b", "--output=c", "--top_k", "2"])
     assert args == other and args.top_k == 2
 
 
@@ -218,7 +207,7 @@ def test_a_home_directory_is_expanded_wherever_distill_reads_a_path(monkeypatch,
 ])
 def test_what_can_be_no_path_is_refused(path, message):
     with pytest.raises(ValueError, match=re.escape(message)) as error:
-        parse_flags(exact.Args, ["--student=a", "--teacher=b", f"--output={path}"])
+        parse_flags(ExactArgs, ["--student=a", "--teacher=b", f"--output={path}"])
     assert "\n" not in str(error.value)
     # names that can be files pass
     expanded("--output", "a/" + 220 * "b", is_written=True)
@@ -282,6 +271,7 @@ def test_help_anywhere_ends_with_code_0(argv, capsys):
 FRESH = """
 import contextlib, runpy, sys
 from isogloss import command
+from isogloss.projection_tools.__main__ import COMMANDS
 
 def run(program, *words):
     sys.argv = [program, *words]
@@ -292,6 +282,8 @@ def run(program, *words):
 
 for line in ["distill.py", "distill.py --lr 1", "distill.py --steps 0", "distill.py --help",
              "isogloss-distill --help",
+             "projection_tools cut --help",
+             *(f"projection_tools.{name} --help" for name in COMMANDS),
              *(f"isogloss.{name} --help" for name in command.TOOLS)]:
     with contextlib.suppress(SystemExit):
         run(*line.split())

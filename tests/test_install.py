@@ -78,12 +78,14 @@ RECIPE = "recipes/qwen3_4b_to_llama_3.2_1b.yaml"
 # what a new process of each would do; they import the same
 TOOLS = f"""
 import contextlib, runpy, sys
-from importlib import metadata
+from importlib import metadata, util
 import isogloss
 assert "torch" not in sys.modules
+assert util.find_spec("isogloss.demo") is None and util.find_spec("isogloss.demo_report") is None
 from isogloss import CrossTokenizerKD, losses, align
 print(isogloss.__version__, losses.__file__)
-for words in (["isogloss-plan", {RECIPE!r}], ["isogloss", "doctor"], ["build", "--help"]):
+for words in (["isogloss-plan", {RECIPE!r}], ["isogloss", "doctor"], ["build", "--help"],
+              ["isogloss-projection", "cut", "--help"]):
     print("===")
     sys.argv = words
     with contextlib.suppress(SystemExit):
@@ -97,11 +99,12 @@ for words in (["isogloss-plan", {RECIPE!r}], ["isogloss", "doctor"], ["build", "
 
 @pytest.mark.slow
 def test_modules_and_tools_of_an_installation(installed, tmp_path):
-    modules, planned, found, built = run(installed, tmp_path, "python", "-c", TOOLS).split("===\n")
+    printed = run(installed, tmp_path, "python", "-c", TOOLS)
+    modules, planned, found, built, cut = printed.split("===\n")
     version, path = modules.split()
     assert version == __version__
     assert path.startswith(str(installed[0].parent))
-    assert RECIPE in planned and "--top_k" in built
+    assert RECIPE in planned and "--top_k" in built and "--threshold" in cut
     assert f"torch {metadata.version('torch')}" in found and "GiB free" in found
     assert "MISSING" not in found and "GPU" in found
     assert "--teacher_output_topk" in run(installed, tmp_path, "isogloss-distill", "--help")

@@ -21,6 +21,7 @@ from isogloss import distill, inputs
 from isogloss.job.launch import silence_libraries, start_distributed
 from isogloss.models.pretrained import check_weights, load_config, load_model
 from isogloss.projection_tools import generate
+from isogloss.projection_tools.__main__ import run
 from isogloss.projection_tools.tokenizers import load_tokenizer
 from isogloss.student.engine import gathered, load_student
 from isogloss.student.options import flash_attention
@@ -175,7 +176,7 @@ def test_tools_run_custom_code_with_the_flag_alone(models, tmp_path, monkeypatch
     error = error_line(capsys, generate, argv)
     assert f"--{role} {flags[role]}: needs Python code" in error
     assert not marker.exists()
-    generate.cli([*argv, "--trust_remote_code"])
+    run("generate", [*argv, "--trust_remote_code"])
     assert marker.exists()
     assert (tmp_path / "p.pt").exists()
 

@@ -27,6 +27,7 @@ from isogloss.projection_tools import (
     projection_files,
     show,
 )
+from isogloss.projection_tools.__main__ import COMMANDS, cli, run
 from isogloss.projection_tools.arrays import fill_empty, pack
 from isogloss.projection_tools.save import save_atomically
 from isogloss.projection_tools.tokenizers import Pair
@@ -287,7 +288,7 @@ def test_the_tables_of_a_translation_are_written(tmp_path, capsys):
     """As `nodes.Tables` takes them, with the tokenizers that they are for."""
     path = tmp_path / "translation.safetensors"
     folders = [str(asset("models", name)) for name in ("stories260K", "tinytalk_neo_3M")]
-    cells.cli(["--student", folders[0], "--teacher", folders[1], "--output", str(path)])
+    run("cells", ["--student", folders[0], "--teacher", folders[1], "--output", str(path)])
     assert "cells: 411" in capsys.readouterr().out
     written = files.load_tables(path)
     expected = cells.build_translation(Pair.load(*folders))
@@ -331,7 +332,7 @@ def test_pairs_of_tokenizers_are_a_table(models, tmp_path, capsys):
     path = tmp_path / "text.txt"
     path.write_text("some words, 12 numbers\n" * 200)
     names = f"--tokenizers={models[0]},{models[1]}"
-    pairs.cli([names, f"--texts=plain={path},again={path}", "--pages=2"])
+    run("pairs", [names, f"--texts=plain={path},again={path}", "--pages=2"])
     head, _, *rows = capsys.readouterr().out.strip().splitlines()
     assert head == "| student | teacher | tokens a cell | plain | again |" and len(rows) == 2
     for argv, message in (
@@ -494,19 +495,19 @@ def test_a_fingerprint_sees_merges_but_not_truncation(tokenizers):
 
 def test_the_chain_of_command_lines_equals_build(models, tmp_path, capsys):
     """Models are named as in the public tools' recipes; the new flags are in tests below."""
-    def run(module, **flags):
+    def run_tool(name, **flags):
         argv = [f"--student-model={models[0]}", f"--teacher_model={models[1]}"]
         for key, value in flags.items():
             argv.append(f"--{key.replace('_', '-')}={value}")
-        module.cli(argv)
+        run(name, argv)
         return capsys.readouterr().out
 
     file = {name: tmp_path / f"{name}.pt" for name in "abcdegs"}
-    run(multitoken, output=file["a"], max_pieces=4)
-    out = run(exact, projection=file["a"], output=file["b"])
+    run_tool("multitoken", output=file["a"], max_pieces=4)
+    out = run_tool("exact", projection=file["a"], output=file["b"])
     assert " pinned" in out
-    run(cut, projection=file["b"], output=file["c"], top_k=4)
-    out = run(build, output=file["d"])
+    run_tool("cut", projection=file["b"], output=file["c"], top_k=4)
+    out = run_tool("build", output=file["d"])
     assert "empty: 2 control tokens" in out
     built = files.load_tables(file["d"])
     assert torch.equal(built["indices"], files.load_tables(file["c"])["indices"])
@@ -516,20 +517,20 @@ def test_the_chain_of_command_lines_equals_build(models, tmp_path, capsys):
     assert built["student_model_id"] == str(models[0])
 
     # Rows that were cut differ from those that were not.
-    run(cut, projection=file["d"], output=file["e"], top_k=1)
-    out = run(compare, projection=file["d"], other=file["e"], num_examples=3)
+    run_tool("cut", projection=file["d"], output=file["e"], top_k=1)
+    out = run_tool("compare", projection=file["d"], other=file["e"], num_examples=3)
     assert out.count(" -> ") == 3
     assert "with another heaviest token: 0" in out
-    out = run(compare, projection=file["c"], other=file["d"])
+    out = run_tool("compare", projection=file["c"], other=file["d"])
     assert "the same within 1e-6: 350" in out
-    run(generate, output=file["g"], embedding_model=models[1], top_k=2)
-    out = run(show, projection=file["d"], tokens="▁the,e,#5")
+    run_tool("generate", output=file["g"], embedding_model=models[1], top_k=2)
+    out = run_tool("show", projection=file["d"], tokens="▁the,e,#5")
     assert "' the' -> ' the' 1.0000" in out
     assert "#5 " in out
     assert "common set, strict" in out
-    out = run(show, projection=file["d"], num_examples=3)
+    out = run_tool("show", projection=file["d"], num_examples=3)
     assert out.count(" -> ") == 3
-    assert "cells: " in run(cells, output=file["s"])
+    assert "cells: " in run_tool("cells", output=file["s"])
 
 
 def test_wrong_command_lines_end_with_one_line(models, tmp_path, capsys):
@@ -550,8 +551,18 @@ def test_wrong_command_lines_end_with_one_line(models, tmp_path, capsys):
         assert message in error_line(capsys, module, argv)
     assert not (tmp_path / "o.pt").exists()
 
+    cli(["--help"])
+    help_lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in help_lines[2:-2]] == list(COMMANDS)
+    for words, message in (([], "no command"), (["bild", *pair], "unknown command 'bild'")):
+        with pytest.raises(SystemExit) as ended:
+            cli(words)
+        line = capsys.readouterr().err
+        assert ended.value.code == 2 and line.count("\n") == 1
+        assert line.startswith(f"projection_tools: {message}; expected one of build, ")
+
     # compare takes its two files before the flags.
-    args = parse_flags(compare.Args, ["a.pt", "b.pt", *pair], ("projection", "other"))
+    args = parse_flags(COMMANDS["compare"], ["a.pt", "b.pt", *pair], ("projection", "other"))
     assert args.projection == "a.pt"
     assert args.other == "b.pt"
     assert args.student == str(models[0])
@@ -565,6 +576,6 @@ def test_the_build_does_not_depend_on_its_threads(models, tmp_path, monkeypatch)
         for parallel in ("false", "true"):
             monkeypatch.setenv("TOKENIZERS_PARALLELISM", parallel)
             path = tmp_path / f"{parallel}.{suffix}"
-            build.cli([*flags, f"--output={path}"])
+            run("build", [*flags, f"--output={path}"])
             contents.add(path.read_bytes())
         assert len(contents) == 1

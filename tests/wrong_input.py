@@ -13,6 +13,7 @@ import pytest
 
 import ranks
 from isogloss.command import tool
+from isogloss.projection_tools.__main__ import run
 from jobs import run_distill, short_run
 
 
@@ -86,7 +87,7 @@ def error_line(capsys, module, argv, program=None, printed=None):
         if program:
             tool(program.removeprefix("isogloss."), argv)
         else:
-            module.cli(argv)
+            run(module.__name__.rpartition(".")[2], argv)
     out, error = capsys.readouterr()
     assert ended.value.code == 2 and printed in (None, out)
     assert error.count("\n") == 1, error

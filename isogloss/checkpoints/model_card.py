@@ -10,6 +10,7 @@ import re
 import shlex
 from dataclasses import fields
 from functools import lru_cache
+from importlib.util import find_spec
 from pathlib import Path
 
 import yaml
@@ -99,7 +100,7 @@ def write_card(target, folder, step):
         lines = [line for line in read_run(folder) if line["step"] <= step]
     except ValueError:  # a checkpoint that came without the metrics
         lines = []
-    metrics = available(DEFAULT.split(","), {"run": lines})
+    metrics = available(DEFAULT.split(","), {"run": lines}) if find_spec("matplotlib") else []
     if metrics:
         picture(panels_of({"run": lines}, metrics), Path(target) / PICTURE)
     (Path(target) / "README.md").write_text(card_text(record, cfg, lines, step, bool(metrics)))

@@ -57,6 +57,9 @@ def _usage(kind, positional, width):
         program = Path(sys.argv[0]).name
     else:  # it was started by python -m, which names a package "package.__main__"
         program = f"python -m {spec.name.removesuffix('.__main__')}"
+    command = kind.__name__.removesuffix("Args").lower()
+    if sys.argv[1:2] == [command]:  # one of several, as isogloss transfer
+        program = f"{program} {command}"
     words = [f"usage: {program}", *map(str.upper, positional)]
     for field in fields(kind):
         if field.default is MISSING and field.name not in positional:

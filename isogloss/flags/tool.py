@@ -10,8 +10,6 @@ from pathlib import Path
 
 from isogloss.flags.parse import parse_flags, refusing
 
-# Names of flags that public recipes use, and what they are called here.
-OLD_NAMES = {"student_model": "student", "teacher_model": "teacher"}
 MOST_SLOTS = 1024  # of a row of a table: 250,000 rows of so many take 4 GB
 
 

@@ -22,6 +22,7 @@ import re
 import sys
 import tempfile
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 
 import torch
@@ -184,6 +185,8 @@ def curves(runs, args):
     if args.metrics == DEFAULT:
         metrics = available(metrics, runs)
     panels = panels_of(runs, metrics) if metrics else []
+    if panels and not find_spec("matplotlib"):
+        raise ValueError("matplotlib draws them and is not installed; pip install matplotlib")
     if panels and args.png:
         picture(panels, args.png)
         print(args.png)
