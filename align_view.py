@@ -212,19 +212,25 @@ def _load_tokenizer(flag, name):
     from tokenizers import Tokenizer
 
     path = Path(name).expanduser()
-    if path.is_dir():
-        path = path / "tokenizer.json"
-        if not path.is_file():
-            raise SystemExit(_plain(
-                f"--{flag} {name}: holds no tokenizer.json; name another directory"))
     try:
-        if path.is_file():
-            return Tokenizer.from_file(str(path))
+        if path.is_dir() and not (path / "tokenizer.json").is_file():
+            return _of_other_files(path)
+        if path.exists():
+            return Tokenizer.from_file(str(path / "tokenizer.json" if path.is_dir() else path))
         return Tokenizer.from_pretrained(name)
     except Exception as error:  # tokenizers and the hub have many types of them
         reason = str(error).strip().partition("\n")[0].removesuffix(".")
         raise SystemExit(_plain(f"--{flag} {name}: cannot be loaded ({reason}); expected a hub id, "
                                 "a directory or a tokenizer.json")) from None
+
+
+def _of_other_files(path):
+    """Return the tokenizer of a directory that holds no tokenizer.json."""
+    try:
+        from .tokenizer_files import load  # seconds to import
+    except ImportError:
+        from tokenizer_files import load
+    return load(path).backend_tokenizer
 
 
 if __name__ == "__main__":
