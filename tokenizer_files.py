@@ -1,6 +1,6 @@
-"""Make a fast tokenizer of a directory or hub repository that holds no tokenizer.json.
+"""Make a fast tokenizer of a model's files, also where no tokenizer.json is among them.
 
-It is what transformers makes of the other files, with what its converters leave out:
+It is what transformers makes of these files, with what its converters leave out:
 
     tokenizer.model, spiece.model    SentencePiece: prefix, spaces and characters as the file says
     tokenizer.model, tiktoken.model  tiktoken: a token in base64 and its rank a line
@@ -46,20 +46,25 @@ EARLY_TEKKEN = (
 # Text that tokenizers cut differently: spaces, breaks, digits, capitals, marks, many scripts.
 PROBE = ("In 2010,  there\n\n wasn't a naïve 12345 \t e\u0301tude: Привет, 東京都は 「日本」。 สวัสดี مرحبا 👩‍👩‍👧\r\n"
          "    def f_x(x):\n\treturn x**2  # HTTPServer\n")
+NEEDS_CODE = "its tokenizer is Python code that comes with it, and needs trust_remote_code"
 WAY_OUT = ("load it with its own library, write a fast tokenizer with save_pretrained, and name "
            "that directory")
+NO_TOKENIZER = ("it holds no tokenizer.json, and transformers makes no fast tokenizer of its other "
+                f"files; {WAY_OUT}")
 
 
 def load(place, revision=None, trust_remote_code=False):
-    """Return a fast tokenizer.
+    """Return the fast tokenizer of a directory or hub id.
 
     Args:
-        place: a directory or hub id without tokenizer.json.
         trust_remote_code: run the Python code that comes with it.
     Raises:
         ValueError: transformers makes no fast tokenizer of it, or only by that code.
         Exception: whatever transformers says of damaged files.
     """
+    if _file(place, "tokenizer.json", revision):
+        return AutoTokenizer.from_pretrained(place, revision=revision, mistral_format=False,
+                                             trust_remote_code=trust_remote_code)
     with mock.patch.object(TikTokenConverter, "load_tiktoken_bpe", staticmethod(read_tiktoken)):
         tokenizer = _made(place, revision, trust_remote_code)
     if not tokenizer.is_fast:
@@ -67,19 +72,22 @@ def load(place, revision=None, trust_remote_code=False):
     proto = _sentencepiece(getattr(tokenizer, "vocab_file", None))
     if proto is not None:
         _cut_as_the_file_says(tokenizer, proto)
+    tokenizer.init_kwargs.pop("vocab_file", None)  # save_pretrained would write that path
     return tokenizer
 
 
 def _made(place, revision, trust_remote_code):
-    """Return what transformers makes of a directory, by the file that it holds; see `load`."""
+    """Return what transformers makes of other files than tokenizer.json; see `load`."""
+    has_code = _has_code(place, revision)
     tekken = _file(place, TEKKEN, revision)
     ranks = _file(place, TIKTOKEN, revision) or _file(place, SENTENCEPIECE, revision)
     is_tiktoken = ranks is not None and _is_tiktoken(ranks)
-    if _has_code(place, revision) and (tekken or is_tiktoken) and not trust_remote_code:
-        raise ValueError("its tokenizer is Python code; read it, and trust_remote_code")
-    if tekken:
+    is_refused = has_code and not trust_remote_code
+    if is_refused and (tekken or is_tiktoken):  # transformers would guess how it cuts text
+        raise ValueError(NEEDS_CODE)
+    if not has_code and tekken:
         return _of_tekken(place, revision, tekken)
-    if is_tiktoken and not _has_code(place, revision):
+    if not has_code and is_tiktoken:
         return _of_tiktoken(place, revision, ranks)
     try:
         return AutoTokenizer.from_pretrained(place, revision=revision, mistral_format=False,
@@ -87,8 +95,26 @@ def _made(place, revision, trust_remote_code):
     except ValueError as error:
         if "instantiate the backend tokenizer" not in str(error):
             raise
-        raise ValueError("it holds no tokenizer.json, and transformers makes no fast tokenizer of "
-                         f"its other files; {WAY_OUT}") from None
+        raise ValueError(NEEDS_CODE if is_refused else NO_TOKENIZER) from None
+
+
+def as_written(source, tokenizer, place, revision, ids_of):
+    """Return the tokenizer that a tokenizer.json describes, where AutoTokenizer made another one.
+
+    Args:
+        source: what a warning names.
+        tokenizer: what AutoTokenizer made.
+        ids_of: {text: its ids by that file}.
+    """
+    plain = PreTrainedTokenizerFast.from_pretrained(place, revision=revision)
+    for text, ids in ids_of.items():
+        if plain(text, add_special_tokens=False)["input_ids"] != ids:
+            return tokenizer
+    warnings.warn(
+        f"{source}: AutoTokenizer makes a {type(tokenizer).__name__} of it, which cuts text in "
+        "another way than its tokenizer.json; the file is right here, and whoever uses the model "
+        "should read it with PreTrainedTokenizerFast", stacklevel=3)
+    return plain
 
 
 def _file(place, name, revision):

@@ -2,7 +2,6 @@
 
 import hashlib
 import json
-import warnings
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -88,7 +87,7 @@ def load_tokenizer(flag, name, trust_remote_code=False):
             tokenizer = door("tokenizer_files").load(place, revision, trust_remote_code)
         else:
             tokenizer = AutoTokenizer.from_pretrained(
-                place, revision=revision, trust_remote_code=trust_remote_code)
+                place, revision=revision, trust_remote_code=trust_remote_code, mistral_format=False)
             tokenizer = as_in_its_file(flag, name, tokenizer, place, revision)
     try:
         table = TokenTable.from_tokenizer(tokenizer)
@@ -137,7 +136,6 @@ def as_in_its_file(flag, name, tokenizer, place, revision):
     is not.
     """
     from tokenizers import Tokenizer
-    from transformers import PreTrainedTokenizerFast
 
     if not tokenizer.is_fast:
         return tokenizer
@@ -145,14 +143,8 @@ def as_in_its_file(flag, name, tokenizer, place, revision):
     ids = Tokenizer.from_file(path).encode(PROBE, add_special_tokens=False).ids
     if tokenizer(PROBE, add_special_tokens=False)["input_ids"] == ids:
         return tokenizer
-    as_written = PreTrainedTokenizerFast.from_pretrained(place, revision=revision)
-    if as_written(PROBE, add_special_tokens=False)["input_ids"] != ids:
-        return tokenizer
-    warnings.warn(
-        f"--{flag} {name}: AutoTokenizer makes a {type(tokenizer).__name__} of it, which cuts text "
-        "in another way than its tokenizer.json; the file is right here, and whoever uses the "
-        "model should read it with PreTrainedTokenizerFast", stacklevel=2)
-    return as_written
+    files = door("tokenizer_files")
+    return files.as_written(f"--{flag} {name}", tokenizer, place, revision, {PROBE: ids})
 
 
 @contextmanager
