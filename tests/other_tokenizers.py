@@ -5,6 +5,7 @@ import functools
 import io
 import json
 import shutil
+from itertools import pairwise
 
 import regex
 import sentencepiece
@@ -101,7 +102,7 @@ class Encoding:
         for word in self.pattern.findall(text):
             parts = [bytes([byte]) for byte in word.encode()]
             while True:
-                pairs = [self._mergeable_ranks.get(a + b, 10**9) for a, b in zip(parts, parts[1:])]
+                pairs = [self._mergeable_ranks.get(a + b, 10**9) for a, b in pairwise(parts)]
                 if min(pairs, default=10**9) == 10**9:
                     break
                 at = pairs.index(min(pairs))
