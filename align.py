@@ -142,16 +142,14 @@ class TokenTable:
         backend = getattr(tokenizer, "backend_tokenizer", tokenizer)
         if not hasattr(backend, "get_added_tokens_decoder"):
             kind = type(tokenizer).__name__
-            raise ValueError(f"{kind} is not a fast tokenizer: a tokenizer.json is needed, as "
-                             "save_pretrained of a fast one writes")
+            raise ValueError(f"{kind} is not a fast tokenizer: a tokenizer.json is needed")
 
         vocab = backend.get_vocab(with_added_tokens=True)
         # ids may have holes, so the table is as long as the largest id asks for
         tokens = [""] * (max(vocab.values(), default=-1) + 1)
         for token, i in vocab.items():
             tokens[i] = token
-        # an added token stands in the vocabulary as plain text, whatever the family; spaces of
-        # SentencePiece, as Gemma has them, are such tokens too
+        # an added token stands in the vocabulary as plain text, but for the spaces of Gemma
         added_tokens = backend.get_added_tokens_decoder()
         learned = list(tokens)
         for i in added_tokens:

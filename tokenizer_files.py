@@ -37,7 +37,7 @@ NORMAL, BPE = 1, 2  # a type of pieces, a type of models
 METASPACE = "\u2581"  # how SentencePiece writes a space
 ROLES = "bos_token", "eos_token", "unk_token", "pad_token"
 ROLES_OF_TEKKEN = dict(zip(ROLES, ("<s>", "</s>", "<unk>", "<pad>")))
-# Control tokens of tekken.json files that list none, by id (mistral-common 1.13, tekken.py).
+# Control tokens of tekken.json files that list none, by id, as mistral-common 1.13 has them.
 EARLY_TEKKEN = (
     "<unk>", "<s>", "</s>", "[INST]", "[/INST]", "[AVAILABLE_TOOLS]", "[/AVAILABLE_TOOLS]",
     "[TOOL_RESULTS]", "[/TOOL_RESULTS]", "[TOOL_CALLS]", "[IMG]", "<pad>", "[IMG_BREAK]",

@@ -3,6 +3,8 @@ alignment is exact to the byte, and whole jobs run with them."""
 
 import json
 import shutil
+import subprocess
+import sys
 import unicodedata
 import warnings
 
@@ -19,6 +21,7 @@ from isogloss.align_view import main as view
 from isogloss.command import CacheArgs
 from isogloss.cross_tokenizer import CrossTokenizerKD
 from isogloss.flags.parse import parse_flags
+from isogloss.integrations import Distillation
 from isogloss.job.launch import start_distributed
 from isogloss.projection_tools.tokenizers import load_tokenizer
 from isogloss.tokenizer_files import load
@@ -202,13 +205,23 @@ def test_what_a_file_does_not_say_is_told(made, tmp_path):
 # --- what uses them -------------------------------------------------------------------------------
 
 
-def test_the_command_line_and_the_loss_take_them(made, capsys):
+def test_the_command_line_imports_no_transformers_where_the_file_is_there(made, tmp_path):
+    made("SmolLM2")[2].save_pretrained(tmp_path)
+    program = ("import sys; from isogloss.align_view import main; main(sys.argv[1:]); "
+               "assert 'transformers' not in sys.modules")
+    flags = ["--student", tmp_path, "--teacher", tmp_path, "--show", "in 2010"]
+    subprocess.run([sys.executable, "-c", program, *flags], check=True)
+
+
+def test_the_command_line_and_the_loss_take_them(made, models, capsys):
     folders = [made(kind)[0] for kind in ("Gemma, tokenizer.model", "Mistral, tekken.json")]
     view(["--student", str(folders[0]), "--teacher", str(folders[1]), "--show", "two  spaces"])
     assert "bytes 100.0%" in capsys.readouterr().out
     kd = CrossTokenizerKD(*map(load, folders), max_length=64)
     batch = kd.collate([text[:60] for text in kinds.SCRIPTS])
     assert batch.aligned_bytes == batch.text_bytes
+    trainer = Distillation(load(models[0]), str(models[1]))
+    assert trainer.encoder.tokenizer.get_vocab() == load(models[1]).get_vocab()
 
 
 KINDS_OF_MODELS = "Llama 2, tokenizer.model alone", "Mistral, tekken.json"
