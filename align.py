@@ -149,7 +149,7 @@ class TokenTable:
         tokens = [""] * (max(vocab.values(), default=-1) + 1)
         for token, i in vocab.items():
             tokens[i] = token
-        # an added token stands in the vocabulary as plain text, whatever the family
+        # an added token stands in the vocabulary as plain text, but for the spaces of Gemma
         added_tokens = backend.get_added_tokens_decoder()
         learned = list(tokens)
         for i in added_tokens:
@@ -158,8 +158,9 @@ class TokenTable:
         pieces = _token_bytes(learned, family, backend.model)
         special = np.zeros(len(tokens), bool)
         for i, added in added_tokens.items():
-            pieces[i] = added.content.encode()
             special[i] = added.special and not TEXT_MARKER.match(added.content)
+            is_spaces = family == "sentencepiece" and not added.content.strip(METASPACE)
+            pieces[i] = (" " * len(added.content) if is_spaces else added.content).encode()
         unk = getattr(tokenizer, "unk_token_id", None)
         if unk is None:  # a bare `tokenizers.Tokenizer` knows this role alone
             unk = vocab.get(getattr(backend.model, "unk_token", None))

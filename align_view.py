@@ -2,7 +2,8 @@
 
     python align.py --student A --teacher B --show "in 2010" [--html PAGE]
 
-Needs numpy, numba and align.py; copy both files.  License: Apache-2.0 (see LICENSE).
+Needs numpy, numba and align.py; copy both files, and tokenizer_files.py for models that hold no
+tokenizer.json.  License: Apache-2.0 (see LICENSE).
 Tests: tests/test_align.py.
 """
 
@@ -212,19 +213,31 @@ def _load_tokenizer(flag, name):
     from tokenizers import Tokenizer
 
     path = Path(name).expanduser()
-    if path.is_dir():
-        path = path / "tokenizer.json"
-        if not path.is_file():
-            raise SystemExit(_plain(
-                f"--{flag} {name}: holds no tokenizer.json; name another directory"))
     try:
-        if path.is_file():
-            return Tokenizer.from_file(str(path))
-        return Tokenizer.from_pretrained(name)
+        if path.is_dir() and not (path / "tokenizer.json").is_file():
+            return _of_other_files(path)
+        if path.exists():
+            return Tokenizer.from_file(str(path / "tokenizer.json" if path.is_dir() else path))
+        try:
+            return Tokenizer.from_pretrained(name)
+        except Exception:  # of many types; a repository may hold other files
+            return _of_other_files(name)
     except Exception as error:  # tokenizers and the hub have many types of them
         reason = str(error).strip().partition("\n")[0].removesuffix(".")
         raise SystemExit(_plain(f"--{flag} {name}: cannot be loaded ({reason}); expected a hub id, "
                                 "a directory or a tokenizer.json")) from None
+
+
+def _of_other_files(place):
+    """Return the tokenizer of a directory or hub id that holds no tokenizer.json."""
+    from transformers import logging  # seconds to import
+
+    try:
+        from .tokenizer_files import load
+    except ImportError:
+        from tokenizer_files import load
+    logging.set_verbosity_error()  # what it raises is reported in one line, which stands alone
+    return load(place).backend_tokenizer
 
 
 if __name__ == "__main__":

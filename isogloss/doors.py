@@ -112,6 +112,8 @@ DOORS: dict[str, Door] = {
     "written": Door("--loss_backend compiled, which is auto on a GPU",
                     "Gradients of losses that are written out.",
                     ("objective.fused_chunks", "objective.fused", "objective.fused_nodes")),
+    "tokenizer_files": Door("a model without tokenizer.json",
+                            "A tokenizer of the file that it has.", ("tokenizer_files",)),
     "cells": Door("the first run of two tokenizers", "The tables of their translation.",
                   ("projection_tools.cells",)),
     "untiled": Door("--tiled=false", "The logits of a whole micro-batch.",

@@ -2,13 +2,13 @@
 
 import hashlib
 import json
-import warnings
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from unittest import mock
 
 from isogloss.align import ROLES, TokenTable, fingerprint
+from isogloss.doors import door
 from isogloss.flags.model_names import read_model_name
 
 
@@ -83,9 +83,12 @@ def load_tokenizer(flag, name, trust_remote_code=False):
     model = read_model_name(flag, name)
     place, revision = model.of_tokenizer
     with reading(flag, name, "its tokenizer"):
-        tokenizer = AutoTokenizer.from_pretrained(
-            place, revision=revision, trust_remote_code=trust_remote_code)
-        tokenizer = as_in_its_file(flag, name, tokenizer, place, revision)
+        if _file_of(place, revision, "tokenizer.json") is None:
+            tokenizer = door("tokenizer_files").load(place, revision, trust_remote_code)
+        else:
+            tokenizer = AutoTokenizer.from_pretrained(
+                place, revision=revision, trust_remote_code=trust_remote_code, mistral_format=False)
+            tokenizer = as_in_its_file(flag, name, tokenizer, place, revision)
     try:
         table = TokenTable.from_tokenizer(tokenizer)
     except (ValueError, KeyError) as error:
@@ -104,17 +107,21 @@ def _rows_of_head(place, revision):
     Not by AutoConfig: a folder may hold a tokenizer alone, and a wrong config is for others to
     refuse.
     """
-    from transformers.utils import cached_file
-
     try:
-        path = cached_file(place, "config.json", revision=revision,
-                           _raise_exceptions_for_missing_entries=False,
-                           _raise_exceptions_for_connection_errors=False)
+        path = _file_of(place, revision, "config.json")
         config = json.loads(Path(path).read_text(encoding="utf-8"))
         num_rows = config.get("vocab_size") or config["text_config"]["vocab_size"]
     except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError):
         return None
     return num_rows if type(num_rows) is int and num_rows > 0 else None
+
+
+def _file_of(place, revision, name):
+    """Return the path of a model's file, None: it has none such."""
+    from transformers.utils import cached_file
+
+    return cached_file(place, name, revision=revision, _raise_exceptions_for_missing_entries=False,
+                       _raise_exceptions_for_connection_errors=False)
 
 
 # Text that tokenizers cut differently: spaces, breaks, digits, words that no English has.
@@ -129,25 +136,15 @@ def as_in_its_file(flag, name, tokenizer, place, revision):
     is not.
     """
     from tokenizers import Tokenizer
-    from transformers import PreTrainedTokenizerFast
-    from transformers.utils import cached_file
 
-    path = cached_file(place, "tokenizer.json", revision=revision,
-                       _raise_exceptions_for_missing_entries=False,
-                       _raise_exceptions_for_connection_errors=False)
-    if path is None or not tokenizer.is_fast:
+    if not tokenizer.is_fast:
         return tokenizer
+    path = _file_of(place, revision, "tokenizer.json")
     ids = Tokenizer.from_file(path).encode(PROBE, add_special_tokens=False).ids
     if tokenizer(PROBE, add_special_tokens=False)["input_ids"] == ids:
         return tokenizer
-    as_written = PreTrainedTokenizerFast.from_pretrained(place, revision=revision)
-    if as_written(PROBE, add_special_tokens=False)["input_ids"] != ids:
-        return tokenizer
-    warnings.warn(
-        f"--{flag} {name}: AutoTokenizer makes a {type(tokenizer).__name__} of it, which cuts text "
-        "in another way than its tokenizer.json; the file is right here, and whoever uses the "
-        "model should read it with PreTrainedTokenizerFast", stacklevel=2)
-    return as_written
+    files = door("tokenizer_files")
+    return files.as_written(f"--{flag} {name}", tokenizer, place, revision, {PROBE: ids})
 
 
 @contextmanager

@@ -446,7 +446,7 @@ def test_slow_tokenizers_are_refused():
 @pytest.mark.parametrize("wrong, message", [
     ("--shows=a", "--shows: no such flag"),
     ("--student=nowhere/at/all", "--student nowhere/at/all: cannot be loaded ("),
-    ("--student=folder", "--student folder: holds no tokenizer.json"),
+    ("--student=folder", "--student folder: cannot be loaded (it holds no tokenizer.json"),
     ("--student=notes.txt", "--student notes.txt: cannot be loaded (expected value"),
 ])
 def test_a_wrong_command_line_is_named(wrong, message, tmp_path, tokenizers, monkeypatch):

@@ -12,7 +12,8 @@ from isogloss.doors import DOORS as DOORS_OF_RUNS
 STANDALONE = {  # file: which of our files it takes where it finds them beside it
     "align.py": set(),
     "align_dp.py": {"align"},
-    "align_view.py": {"align"},
+    "align_view.py": {"align", "tokenizer_files"},
+    "tokenizer_files.py": set(),
     "loss_bounds.py": set(),
     "losses.py": set(),
     "policy_losses.py": {"losses"},

@@ -185,7 +185,7 @@ def test_the_lines_of_the_page_distill_in_verl(chat_models, texts, monkeypatch):
     student.chat_template = teacher.chat_template = (
         "{{ tools[0].function.name if tools }}{% for message in messages %}" + mark +
         "{{ message.role + ':' + message.content + '\n' }}{% endfor %}")
-    monkeypatch.setattr(AutoTokenizer, "from_pretrained", lambda name: teacher)
+    monkeypatch.setattr(AutoTokenizer, "from_pretrained", lambda name, **_: teacher)
     chats = []
     for text in texts[:3]:
         chats.append([{"role": "user", "content": text[:20]},

@@ -52,11 +52,14 @@ class StandIn:
         faults: what goes wrong with the next scoring requests: (status, text), "half", "hang",
             "drip", which sends a byte now and then, "endless", bytes that are the answer, or
             a function that changes the answer; None: nothing.
+        reads: None: ids.  Else text alone, refusing ids, and what it says of its tokens: "tokens",
+            "offsets", "both", or "stripped" tokens, without the spaces in front of them.
         cards: bytes in place of the list of models.
         requests: (path, headers, body) of all of them.
     """
 
-    def __init__(self, folder, owner="vllm", max_logprobs=1024, context=258, masks_padding=False):
+    def __init__(self, folder, owner="vllm", max_logprobs=1024, context=258, masks_padding=False,
+                 reads=None):
         from transformers import AutoModelForCausalLM, AutoTokenizer
 
         self.model = AutoModelForCausalLM.from_pretrained(folder).eval()
@@ -65,6 +68,8 @@ class StandIn:
         self.max_logprobs = max_logprobs
         self.context = context
         self.masks_padding = masks_padding
+        self.reads = reads
+        self.begins = {}  # of the tokens of a text, and its end
         self.faults = []
         self.cards = None
         self.requests = []
@@ -122,6 +127,11 @@ class StandIn:
             return 200, b"{}", 0
         asked = body.get("prompt_logprobs") or body.get("top_logprobs_num") or 0
         texts = body.get("prompt") or body.get("input_ids")
+        if self.reads and not isinstance(fault, tuple):
+            if not all(isinstance(text, str) for text in texts):
+                error = {"error": {"message": "prompt: expected a string", "code": 422}}
+                return 422, json.dumps(error).encode(), 0
+            texts = [self.encoded(text) for text in texts]
         status, error = fault if isinstance(fault, tuple) else (400, self.refusal(texts, asked))
         if self.owner not in ("vllm", "sglang") and "prompt_logprobs" in body:
             error = "unknown field prompt_logprobs"
@@ -134,6 +144,17 @@ class StandIn:
         content = json.dumps(plain).encode()
         missing = len(content) // 2 if fault == "half" else 0
         return 200, content[: len(content) - missing], missing
+
+    def encoded(self, text):
+        """Return the ids of a text as the server reads it, with bos where it has one."""
+        read = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+        begins = [begin for begin, _ in read["offset_mapping"]] + [len(text)]
+        bos = self.tokenizer.bos_token_id
+        ids = read["input_ids"]
+        if bos is not None:
+            ids, begins = [bos, *ids], [0, *begins]
+        self.begins[tuple(ids)] = begins
+        return ids
 
     def refusal(self, texts, asked):
         """Return what vLLM says of a request that it refuses, or None."""
@@ -162,6 +183,8 @@ class StandIn:
                 tops.append([[value, token, None] for value, token in pairs])
             meta = {"input_token_logprobs": own}
             return {"meta_info": meta | ({"input_top_logprobs": tops} if asked else {})}
+        if self.reads:
+            return {"index": index, "logprobs": self.of_text(ids, logp)}
         if self.owner != "vllm":  # the token that was written behind the text comes last
             of_text = [logp[t, label].item() for t, label in enumerate(ids[1:])]
             return {"index": index, "logprobs": {
@@ -175,3 +198,20 @@ class StandIn:
                                        "decoded_token": self.tokenizer.decode([token])}
             positions.append(entries)
         return {"index": index, "prompt_logprobs": positions}
+
+    def of_text(self, ids, logp):
+        """Return the `logprobs` of a text that is repeated, and of the token behind it."""
+        spelled = []
+        for end in range(len(ids)):
+            before, whole = (self.tokenizer.decode(ids[:stop]) for stop in (end, end + 1))
+            token = self.tokenizer.decode([ids[end]])
+            if whole[len(before) :].startswith(" ") and self.reads != "stripped":
+                token = " " + token.lstrip(" ")  # SentencePiece hides it where a text begins
+            spelled.append(token.strip(" ") if self.reads == "stripped" else token)
+        of_tokens = [logp[t, label].item() for t, label in enumerate(ids[1:])]
+        answer = {"token_logprobs": [None, *of_tokens, -0.5]}
+        if self.reads != "offsets":
+            answer["tokens"] = [*spelled, " the"]
+        if self.reads in ("offsets", "both"):
+            answer["text_offset"] = self.begins[tuple(ids)]
+        return answer

@@ -19,8 +19,9 @@ from dataclasses import replace
 from itertools import islice
 
 import torch
-from transformers import AutoTokenizer, TrainingArguments
+from transformers import TrainingArguments
 
+from isogloss import tokenizer_files
 from isogloss.align import TokenTable
 from isogloss.config import Config, template_kwargs
 from isogloss.data.batch import Collator, PairOptions
@@ -74,7 +75,7 @@ class Distillation:
         if teacher_tokenizer is None and not isinstance(teacher, str):
             raise ValueError("teacher_tokenizer: is missing, and a model does not know its own; "
                              "give it, or the name of the teacher")
-        teacher_tokenizer = teacher_tokenizer or AutoTokenizer.from_pretrained(teacher)
+        teacher_tokenizer = teacher_tokenizer or tokenizer_files.load(teacher)
         if isinstance(teacher, str):
             teacher = load_model("teacher", teacher, dtype="auto")
         if hasattr(teacher, "get_base_model"):  # of peft: the adapter's layers are in there

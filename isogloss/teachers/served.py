@@ -7,8 +7,9 @@ are known, while the student trains on the step before.
 Shapes: N positions of a text, M tokens that an answer names at one, K kept, T positions of a batch.
 """
 
+import codecs
 from collections import deque
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import ClassVar
 
@@ -21,7 +22,7 @@ from isogloss.models.pretrained import load_config
 from isogloss.teachers.mixing import FLOOR
 from isogloss.teachers.protocol import TeacherSource, TeacherSpec, refuse
 from isogloss.teachers.text_scores import ScoredLogits, TextScores, batch_texts
-from isogloss.teachers.text_server import SPARE, Address, Requests, TextServer, api_key
+from isogloss.teachers.text_server import SPARE, Address, Requests, Spelled, TextServer, api_key
 from isogloss.tiles import TopKLogits
 
 # Entries that the answer to one request holds, at most: about 20 MB of JSON.  A text is never cut.
@@ -68,11 +69,12 @@ def check_server(spec, encoder, model_vocab, max_length):
 
 def check_answer(server, model, top_k, encoder, model_vocab, ids):
     """Raise a ValueError where what a server says of a text does not fit this tokenizer."""
-    [likely] = server.score(model, [ids.tolist()], min(top_k, model_vocab))
+    [likely] = server.score(model, [ids.tolist()], min(top_k, model_vocab), speller(encoder))
     checked_scores(server, scored_text, likely, ids[1:], top_k, len(encoder.table), model_vocab)
-    # a server that is asked with ids reads any vocabulary of this size
+    # a server that is asked with ids reads any vocabulary of this size; one that reads text has to
+    # cut it as this tokenizer does, but for what it normalizes
     others, compared = other_spellings(encoder.tokenizer, ids[1:].tolist(), likely.spelled)
-    if others > compared / 2:
+    if others > compared / (10 if server.takes_ids is False else 2):
         raise server.error(f"spells {others} of {compared} tokens of a text otherwise; name the "
                            "tokenizer of the served model with --teacher_tokenizer")
 
@@ -88,6 +90,28 @@ def other_spellings(tokenizer, ids, spelled):
             compared += 1
             others += text.strip() != expected
     return others, compared
+
+
+def speller(encoder):
+    """Return the function that returns the `text_server.Spelled` of a list of ids."""
+    table = encoder.table
+
+    def spell(ids):
+        ids = np.asarray(ids)
+        pieces = [table.bytes_of(token) for token in ids]
+        if ids[0] == table.bos:  # the server reads one, or none
+            pieces[0] = b""
+        first = int(ids[0] == table.bos)
+        letter = encoder.coded("a")["input_ids"]
+        if table.decode(letter)[:1] == b" " and pieces[first][:1] == b" ":  # so does the server's
+            pieces[first] = pieces[first][1:]
+        text, _ = codecs.utf_8_decode(b"".join(pieces), "replace", False)
+        sizes = np.array(list(map(len, pieces)))
+        begins = sizes.cumsum() - sizes
+        begins[:first] = sizes.sum() + 1
+        return Spelled(text, begins, sizes, table.special[ids])
+
+    return spell
 
 
 # --- answers --------------------------------------------------------------------------------------
@@ -214,6 +238,7 @@ class ServedSpec(TeacherSpec):
         timeout: see `text_server.TextServer`.
         sequence_parallel_size: neighboring ranks that hold shards of the same texts.
         trust_remote_code: run the Python code that comes with the tokenizer.
+        spell: see `speller`.
     """
 
     output_topk: int = 256
@@ -221,6 +246,7 @@ class ServedSpec(TeacherSpec):
     timeout: float = 600.0
     sequence_parallel_size: int = 1
     trust_remote_code: bool = False
+    spell: object = field(default=None, repr=False, compare=False)
 
     lasting_name: ClassVar[str] = "served"  # a server may move
     only_output: ClassVar[str] = "topk"
@@ -272,7 +298,8 @@ class ServedSpec(TeacherSpec):
             path=cfg.teacher, vocab=len(encoder.table), device=device, output="topk",
             output_topk=cfg.teacher_output_topk, tokenizer=cfg.teacher_tokenizer,
             timeout=cfg.teacher_timeout,
-            sequence_parallel_size=cfg.sequence_parallel, trust_remote_code=cfg.trust_remote_code)
+            sequence_parallel_size=cfg.sequence_parallel, trust_remote_code=cfg.trust_remote_code,
+            spell=speller(encoder))
 
     def load(self):
         return ServedTeacher(self)
@@ -346,7 +373,8 @@ class ServedTeacher(TeacherSource):
 
     def _score(self, texts, top_k):
         """Return the ScoredLogits of each text; runs in a thread."""
-        answers = self.server.score(self.model, [text.tolist() for text in texts], top_k)
+        answers = self.server.score(self.model, [text.tolist() for text in texts], top_k,
+                                    self.spec.spell)
         scored = []
         for text, likely in zip(texts, answers):
             labels = np.asarray(text[1:])

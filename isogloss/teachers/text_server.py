@@ -4,7 +4,8 @@ Servers say it of the tokens of a prompt, each in its way:
 
     vLLM    POST /v1/completions, whose extension `prompt_logprobs` takes the number of tokens
     SGLang  POST /generate with `return_logprob`; its /v1/completions answers without token ids
-    others  as vLLM; of the text's own tokens alone by `echo`, as hosted APIs say it
+    others  as vLLM; of the text's own tokens alone by `echo`, as hosted APIs say it; those that
+            take no ids read the text, and their tokens are aligned with these ids
 
 `/v1/models` tells servers apart by `owned_by`, and says how long a prompt may be.
 
@@ -39,9 +40,11 @@ KEY_VARIABLE = "TEACHER_API_KEY"
 FIRST_PAUSE = 0.5  # seconds before the second try; each later pause is twice as long
 LONGEST_PAUSE = 30.0
 PASSING = 408, 425, 429  # statuses below 500 that may pass
+REFUSED = 400, 415, 422  # statuses of a request whose prompts may have another form
 MOST_BYTES = 2**24  # of an answer, and beside what its entries take
 BYTES_PER_ENTRY = 512  # vLLM's takes 100, and a token can be long
 LARGEST = 2**31  # ids, indices and lengths are below
+LONGEST_LOST = 32  # characters of a text that a token stands for which does not spell them
 SAID = 300  # characters of a server's own words in a message
 SPARE = 2  # positions of a context that a prompt leaves: its last token is no input, one is written
 
@@ -118,6 +121,26 @@ class Likely(NamedTuple):
     spelled: list
 
 
+class Spelled(NamedTuple):
+    """Hold what tokens spell, as it is sent to an API that takes text alone.
+
+    text: without what begins it where there are no words, such as bos, and without the part of a
+        character that ends it.
+    begins_T, sizes_T: int64, byte of the text at which each token begins, and its bytes.  What is
+        not in the text lies beyond its end.
+    special_T: bool, control tokens, whose names stand in the text.
+    """
+
+    text: str
+    begins_T: np.ndarray
+    sizes_T: np.ndarray
+    special_T: np.ndarray
+
+
+class Refused(DataError):
+    """Report a request that the server does not take as it is."""
+
+
 class Passing(Exception):
     """Report an error after which the same request may succeed."""
 
@@ -137,6 +160,7 @@ class TextServer:
         self.address = Address.of(url)
         self.timeout = timeout
         self.key = key
+        self.takes_ids = None  # of an API with echo; None: it was not asked yet
 
     def describe(self):
         """Return the ServedModel.
@@ -158,13 +182,15 @@ class TextServer:
         is_number = type(context) is int and 0 < context < LARGEST
         return ServedModel(card["id"], str(card.get("owned_by")), context if is_number else None)
 
-    def score(self, model, texts, top_k):
+    def score(self, model, texts, top_k, spell=None):
         """Return the Likely of each text.
 
         Args:
             texts: lists of token ids, of two or more.
             top_k: most likely tokens of each position; the text's own come beside them.  0: these
                 alone.
+            spell: function that returns the Spelled of a list of ids, for an API with echo that
+                refuses ids; None: an error then.
         Raises:
             DataError: the time is over, or the answer is not what was asked for.
         """
@@ -174,13 +200,32 @@ class TextServer:
             body = {"input_ids": texts, "sampling_params": {"temperature": 0, "max_new_tokens": 1},
                     "return_logprob": True, "logprob_start_len": 0, "top_logprobs_num": top_k}
             answers = self._ask("POST", "/generate", body, most_bytes, expected=list)
-            read = of_sglang
-        else:
-            body = {"model": model.name, "prompt": texts, "max_tokens": 1, "temperature": 0}
-            has_ids = top_k or model.owner == "vllm"
-            body |= {"prompt_logprobs": top_k} if has_ids else {"echo": True, "logprobs": 1}
-            answers = self._ask("POST", "/v1/completions", body, most_bytes).get("choices")
-            read = of_vllm if has_ids else of_echo
+            return self._read(of_sglang, answers, texts)
+        body = {"model": model.name, "prompt": texts, "max_tokens": 1, "temperature": 0}
+        if top_k or model.owner == "vllm":
+            body["prompt_logprobs"] = top_k
+            return self._completed(body, most_bytes, of_vllm, texts)
+        body |= {"echo": True, "logprobs": 1}
+        if self.takes_ids is not False or spell is None:
+            try:
+                likely = self._completed(body, most_bytes, of_echo, texts)
+                self.takes_ids = True
+                return likely
+            except Refused:
+                if self.takes_ids or spell is None:
+                    raise
+        spelled = list(map(spell, texts))
+        body["prompt"] = [one.text for one in spelled]
+        likely = self._completed(body, most_bytes, of_text, texts, spelled)
+        self.takes_ids = False
+        return likely
+
+    def _completed(self, body, most_bytes, read, texts, *more):
+        """Ask /v1/completions; return what `read` makes of each choice, its text and more."""
+        answers = self._ask("POST", "/v1/completions", body, most_bytes).get("choices")
+        return self._read(read, answers, texts, *more)
+
+    def _read(self, read, answers, texts, *more):
         try:
             if len(answers) != len(texts):
                 raise ValueError(f"{len(answers)} answers to {len(texts)} texts")
@@ -188,7 +233,7 @@ class TextServer:
                 answers = sorted(answers, key=lambda answer: answer["index"])
                 if [answer["index"] for answer in answers] != list(range(len(texts))):
                     raise ValueError("its choices have other indices than the texts")
-            return [read(answer, ids) for answer, ids in zip(answers, texts)]
+            return list(map(read, answers, texts, *more))
         except ValueError as error:
             raise self.error(f"{error}; another model, or another version of the server, answers "
                              "there") from None
@@ -196,10 +241,10 @@ class TextServer:
             raise self.error("its answer has no log-probabilities of the prompt; expected vLLM "
                              "(with prompt_logprobs), SGLang or an API with echo") from None
 
-    def error(self, what):
-        """Return a DataError of one line, without the key."""
+    def error(self, what, kind=DataError):
+        """Return an error of one line, without the key."""
         line = one_line(f"--teacher {self.url}: {what}")
-        return DataError(line.replace(self.key, "***") if self.key else line)
+        return kind(line.replace(self.key, "***") if self.key else line)
 
     # --- HTTP
 
@@ -269,7 +314,8 @@ class TextServer:
         if status >= 500 or status in PASSING:
             raise Passing(f"HTTP {status} {_words(content)}")
         if status >= 300:  # a redirection would take the key to another server
-            raise self.error(f"HTTP {status} {_words(content)}{_advice(status, content)}")
+            raise self.error(f"HTTP {status} {_words(content)}{_advice(status, content)}",
+                             Refused if status in REFUSED else DataError)
         try:
             return json.loads(content)
         except RecursionError:
@@ -361,6 +407,134 @@ def of_echo(choice, ids):
     logp = _about(logp[:end], ids)
     spelled = _about(choice["logprobs"]["tokens"][:end], ids)
     return _likely(ids[1:], logp, np.ones(len(logp), np.int64), spelled)
+
+
+def of_text(choice, ids, sent):
+    """Return the Likely, of the text's own tokens alone, of a choice that repeats a text.
+
+    The text is cut wherever both the server's tokens and these ids begin one.  Between two cuts
+    equally many tokens are taken for the same ones; else the sum of the server's log-probabilities
+    is shared by bytes, so that it is exact for every chunk that begins and ends at a cut.
+
+    What the server does not tell counts as certain, so that `alm` learns it from the text: a first
+    token for which it reads no bos, control tokens that it reads letter by letter, and the
+    character that the end of the text cuts.  Raises: as above, or it is about another text.
+
+    Args:
+        sent: the Spelled of these ids.
+    """
+    logp, begins = _echoed(choice["logprobs"], sent.text)
+    raw = sent.text.encode()
+    total = len(raw)
+    ends = [*begins[1:], total]
+    is_sent = sent.begins_T + sent.sizes_T <= total
+    cuts = np.intersect1d(sent.begins_T[sent.begins_T < total], begins)
+    group_of_ours = np.where(is_sent, np.searchsorted(cuts, sent.begins_T, side="right"), -1)
+    group_of_theirs = np.searchsorted(cuts, begins, side="right")
+    label_logp = np.zeros(len(ids))
+    spelled = [None] * len(ids)
+    for group in range(1, len(cuts) + 1):
+        ours = np.flatnonzero(group_of_ours == group)
+        theirs = np.flatnonzero(group_of_theirs == group)
+        values = [logp[token] for token in theirs]
+        if None in values or (len(ours) != len(theirs) and sent.special_T[ours].any()):
+            continue
+        if len(ours) == len(theirs):
+            label_logp[ours] = values
+        else:
+            sizes = sent.sizes_T[ours]
+            label_logp[ours] = sum(values) * sizes / sizes.sum()
+        for place, token in enumerate(ours):
+            same = theirs[place : place + 1] if len(ours) == len(theirs) else theirs
+            spelled[token] = raw[begins[same[0]] : ends[same[-1]]].decode(errors="replace")
+    return _likely(ids[1:], label_logp[1:].tolist(), np.ones(len(ids) - 1, np.int64), spelled[1:])
+
+
+def _echoed(logprobs, text):
+    """Return (log-probabilities of tokens, bytes at which they begin) of a text that is repeated.
+
+    What stands in front of the text, as bos, and what is written behind it are left out.
+    """
+    logp = list(logprobs["token_logprobs"])
+    tokens = list(logprobs.get("tokens") or [""] * len(logp))
+    offsets = list(logprobs.get("text_offset") or [])
+    if len(tokens) != len(logp) or len(offsets) not in (0, len(logp)):
+        raise ValueError(f"it names {len(tokens)} tokens, {len(logp)} log-probabilities and "
+                         f"{len(offsets)} offsets")
+    _likely([], logp[1:], np.zeros(0, np.int64), tokens)  # checks their types
+    is_named = any(map(_is_clear, tokens))
+    is_bos = is_named and (not tokens[0] or _end(tokens[0], text, 0) is None)
+    if logp[0] is None and (is_bos or offsets[:1] == offsets[1:2] != []):
+        del tokens[0], logp[0], offsets[:1]
+    if offsets and not is_named and "\ufffd" not in "".join(tokens):
+        places = _places_of_offsets(offsets, text)
+    else:
+        places = _places_of_tokens(tokens, text)
+    size_of = np.cumsum([0, *[len(letter.encode()) for letter in text]])
+    return logp[: len(places)], size_of[places]
+
+
+def _end(token, text, place):
+    """Return where a token ends that begins at a place of a text; None: it is not there.
+
+    APIs leave out the space in front of a token, or write one that the text does not have.
+    """
+    token = token.replace("\u2581", " ")
+    if text.startswith(token, place):
+        return place + len(token)
+    if text[place : place + 1] == " " and text.startswith(token, place + 1):
+        return place + 1 + len(token)
+    if place == 0 and token[:1] == " " and text.startswith(token[1:]):
+        return len(token) - 1
+    return None
+
+
+def _is_clear(token):
+    """Return whether a token is what it spells, and no part of a character, nothing or a number."""
+    return bool(token) and "\ufffd" not in token and not token.startswith(("bytes:", "token_id:"))
+
+
+def _places_of_tokens(tokens, text):
+    """Return the character at which each token of a text begins.
+
+    A token that does not tell begins where the one before it ends, or with it if it does not tell.
+
+    Raises:
+        ValueError: they spell another text.
+    """
+    places = []
+    place = 0
+    num_lost = num_parts = 0  # tokens since the last one that was found; those that are not empty
+    num_wrong = 0
+    for token in tokens:
+        begin, end = place, None
+        if _is_clear(token) and not num_lost:
+            end = _end(token, text, place)
+        elif _is_clear(token):  # a character has four bytes at most, so four of the lost ones
+            begin = text.find(token, place + -(-num_parts // 4), place + LONGEST_LOST * num_lost)
+            end = None if begin < 0 else begin + len(token)
+        is_near = len(text) - place <= LONGEST_LOST * num_lost
+        if place == len(text) or (end is None and is_near and _is_clear(token)):
+            break  # it stands behind the text
+        places.append(place if end is None else begin)
+        num_lost = num_lost + 1 if end is None else 0
+        num_parts = num_parts + bool(token) if end is None else 0
+        num_wrong += end is None and _is_clear(token)
+        place = place if end is None else end
+    if len(text) - place > LONGEST_LOST * num_lost or 2 * num_wrong > len(places):
+        raise ValueError("it repeats another text than was sent")
+    return places
+
+
+def _places_of_offsets(offsets, text):
+    """Return the character at which each token of a text begins.
+
+    Raises:
+        ValueError: the offsets are none of this text.
+    """
+    if not offsets or not set(map(type, offsets)) <= {int} or offsets != sorted(offsets):
+        raise ValueError("it repeats another text than was sent")
+    return [place - offsets[0] for place in offsets if place - offsets[0] < len(text)]
 
 
 def _likely(token_ids, logp, counts_N, spelled):
