@@ -343,9 +343,9 @@ class TeacherParallelismFlags:
     """teacher parallelism"""
 
     teacher_engine: str = flag(
-        "auto", "replicated (a whole copy per rank), tensor_parallel (DeepSpeed's inference "
-        "engine), transformers (its own tensor parallelism, over all ranks with teachers), zero3 "
-        "(partitioned over these, for any architecture), or auto: the first of them that can "
+        "auto", "replicated (a whole copy per rank), tensor_parallel (as the plan that "
+        "transformers has for the model says; transformers means the same), zero3 (partitioned "
+        "over all ranks with teachers, for any architecture), or auto: the first of them that can "
         "shard the model over teacher_tp ranks.", free=True, key="engine",
         choices=("auto", "replicated", "tensor_parallel", "transformers", "zero3"))
     teacher_tp: int = flag(

@@ -62,7 +62,7 @@ from isogloss.flags.model_names import read_model_name
 from isogloss.flags.parse import parse_flags, shipped
 from isogloss.job.layout import teacher_groups
 from isogloss.job.several.roles import Roles, check_teacher_ranks
-from isogloss.models.pretrained import config_of_weights_here
+from isogloss.models.pretrained import config_of_weights_here, layer_configs
 from isogloss.models.quantized import BYTES
 from isogloss.models.tied import empty_model, is_tied
 from isogloss.student.ds_config import batch_sizes, read_ds_config, resolve_ds_config
@@ -124,8 +124,11 @@ def shape_of(role, path, trust_remote_code=False):
     model = _empty_model(role, path, trust_remote_code)
     config = model.config.get_text_config()
     heads = config.num_attention_heads
-    head_size = getattr(config, "head_dim", None) or config.hidden_size // heads
-    kv_heads = getattr(config, "num_key_value_heads", None) or heads
+    head_size = 0
+    kv_heads = 0
+    for layer in layer_configs(config):
+        head_size = max(head_size, getattr(layer, "head_dim", None) or config.hidden_size // heads)
+        kv_heads = max(kv_heads, getattr(layer, "num_key_value_heads", None) or heads)
     inner = getattr(config, "intermediate_size", None) or 4 * config.hidden_size
     head = model.get_output_embeddings()
     names = {}
@@ -418,13 +421,9 @@ def _add_teacher(need, layout, cfg, *, shape, engine):
         need.beside += operations * readers / teacher_ranks
     else:
         need.operations += operations / layout.cfg.ranks_per_reader
-    degree = cfg.teacher_tp
-    outer = shape.head * (1 if shape.tied else 2)
-    weights = b * (shape.weights - outer) // degree + b * outer
-    if engine == "zero3":
-        weights = b * (shape.weights // layout.ranks + shape.head)
-    elif degree > 1:  # the head is sharded, and whole beside that for the loss
-        weights += b * shape.head // degree
+    weights = b * shape.weights
+    if engine != "replicated":  # the head is sharded, and whole beside that for the loss
+        weights = int(weights * _fraction_of_rank(layout, cfg, engine, shape)) + b * shape.head
     if cfg.teacher_offload:
         need.backward[f"head of {cfg.teacher}"] = b * shape.head
     elif not layout.cfg.teacher_ranks:
@@ -432,6 +431,16 @@ def _add_teacher(need, layout, cfg, *, shape, engine):
     widest = b * positions * (4 * shape.hidden + 3 * shape.inner) + 4 * b * positions * shape.heads
     offloaded = weights if cfg.teacher_offload else 0
     need.teacher_pass = max(need.teacher_pass, widest + offloaded)
+
+
+def _fraction_of_rank(layout, cfg, engine, shape):
+    """Return the fraction of a sharded teacher's weights that a rank holds."""
+    if engine == "zero3":
+        return 1 / layout.ranks
+    from isogloss.teachers.engines.plans import plan_of
+
+    whole = plan_of(shape.config, cfg.teacher_tp, cfg.trust_remote_code).whole_fraction
+    return whole + (1 - whole) / cfg.teacher_tp
 
 
 # --- what to choose -------------------------------------------------------------------------------

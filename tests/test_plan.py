@@ -110,8 +110,8 @@ REFUSED = {
     "--teacher_tp 8: does not divide the 4 ranks": ({"teacher_tp": 8}, 4, 4),
     "4 ranks on nodes of 3": ({}, 4, 3),
     "--teacher_ranks 2: a node of this job has 2 ranks": ({"teacher_ranks": 2}, 4, 2),
-    "--teacher_engine transformers: it takes all of the 4 ranks":
-        ({"teacher_tp": 2, "teacher_engine": "transformers"}, 4, 4),
+    "--teacher_tp 2 with --teacher_engine replicated: a whole copy":
+        ({"teacher_tp": 2, "teacher_engine": "replicated"}, 4, 4),
     "--sequence_parallel 4: does not divide the 6 ranks": ({"sequence_parallel": 4}, 6, 6),
     "--sequence_parallel 8": ({"sequence_parallel": 8}, 8, 8),
     "--pipeline_parallel 2: --ds_config": ({"pipeline_parallel": 2}, 4, 4),
