@@ -343,10 +343,9 @@ class TeacherParallelismFlags:
     """teacher parallelism"""
 
     teacher_engine: str = flag(
-        "auto", "replicated (a whole copy per rank), tensor_parallel (as the plan that "
-        "transformers has for the model says; transformers means the same), zero3 (partitioned "
-        "over all ranks with teachers, for any architecture), or auto: the first of them that can "
-        "shard the model over teacher_tp ranks.", free=True, key="engine",
+        "auto", "replicated (a whole copy per rank), tensor_parallel (cut by transformers' plan "
+        "for the model; transformers means the same), zero3 (over all ranks with teachers, for any "
+        "architecture), or auto: the first that can shard it.", free=True, key="engine",
         choices=("auto", "replicated", "tensor_parallel", "transformers", "zero3"))
     teacher_tp: int = flag(
         1, "neighboring ranks of a node that share one teacher. It divides the ranks of a node.",

@@ -62,7 +62,7 @@ from isogloss.flags.model_names import read_model_name
 from isogloss.flags.parse import parse_flags, shipped
 from isogloss.job.layout import teacher_groups
 from isogloss.job.several.roles import Roles, check_teacher_ranks
-from isogloss.models.pretrained import config_of_weights_here, layer_configs
+from isogloss.models.pretrained import config_of_weights_here
 from isogloss.models.quantized import BYTES
 from isogloss.models.tied import empty_model, is_tied
 from isogloss.student.ds_config import batch_sizes, read_ds_config, resolve_ds_config
@@ -126,7 +126,8 @@ def shape_of(role, path, trust_remote_code=False):
     heads = config.num_attention_heads
     head_size = 0
     kv_heads = 0
-    for layer in layer_configs(config):
+    layers = config.per_layer_config if getattr(config, "is_heterogeneous", False) else [config]
+    for layer in layers:
         head_size = max(head_size, getattr(layer, "head_dim", None) or config.hidden_size // heads)
         kv_heads = max(kv_heads, getattr(layer, "num_key_value_heads", None) or heads)
     inner = getattr(config, "intermediate_size", None) or 4 * config.hidden_size

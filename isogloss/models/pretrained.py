@@ -78,17 +78,13 @@ def _check_sizes(role, path, config):
     if type(context) is int and context < 1:
         raise ValueError(f"--{role} {path}: its config.json says max_position_embeddings "
                          f"{context}; expected a whole number above 0")
-    for layer in layer_configs(config):
+    layers = config.per_layer_config if getattr(config, "is_heterogeneous", False) else [config]
+    for layer in layers:  # Gemma 4's differ in their heads
         heads = getattr(layer, "num_attention_heads", None)
         kv_heads = getattr(layer, "num_key_value_heads", None)
         if type(heads) is int and type(kv_heads) is int and (kv_heads < 1 or heads % kv_heads):
             raise ValueError(f"--{role} {path}: its config.json says num_key_value_heads "
                              f"{kv_heads}; expected a divisor of num_attention_heads, {heads}")
-
-
-def layer_configs(config):
-    """Return the configs of layers that differ in their heads, as Gemma 4's; else [config]."""
-    return config.per_layer_config if getattr(config, "is_heterogeneous", False) else [config]
 
 
 def check_language_model(role, path, config):

@@ -34,14 +34,13 @@ def resolve_engine(engine, degree, config, is_adapter=False, trust_remote_code=F
 
     Args:
         engine: key of ENGINES, "transformers" (which means tensor_parallel) or "auto".
-        degree: ranks that share the model.
-        config: of the whole model.
+        degree, config: ranks that share the model; its config, of images as well.
         is_adapter: it is an adapter on another model.
     Raises:
         ValueError: an engine that cannot shard this model over `degree` ranks.
     """
-    if degree == 1 and engine in ("auto", "replicated"):  # it needs no communication
-        return "replicated"
+    if degree == 1 and engine in ("auto", "replicated"):
+        return "replicated"  # it needs no communication
     from isogloss.teachers.engines.choose_engine import engine_of_shared
 
     return engine_of_shared(engine, degree, config, is_adapter, trust_remote_code)
