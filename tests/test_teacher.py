@@ -209,6 +209,7 @@ def test_a_sharded_teacher_is_the_whole_teacher(checkpoints):
         engine = "zero3" if by_zero else "tensor_parallel"
         assert resolve_engine("auto", 2, config) == engine, name
         assert by_zero or resolve_engine("transformers", 4, config) == engine, name
+        assert resolve_engine("tensor_parallel", 1, config) == "replicated", name
     cases = list(expected_engine)
     for comparisons in ranks.run(4, compare_all, checkpoints, cases):
         for case, comparison in zip(cases, comparisons, strict=True):
@@ -309,14 +310,16 @@ def test_no_teacher_leaves_a_node_and_groups_that_do_not_fit_are_rejected(
 
 LLAMA = AutoConfig.for_model("llama")
 GPT2 = AutoConfig.for_model("gpt2")
-LFM2 = AutoConfig.for_model("lfm2")
+COHERE = AutoConfig.for_model("cohere")
+MAMBAS = AutoConfig.for_model("nemotron_h", layers_block_type=["mamba"] * 30, vocab_size=1000)
 QUANTIZED = AutoConfig.for_model(
     "llama", quantization_config={"quant_method": "fp8", "fmt": "e4m3"})
 
 
 @pytest.mark.parametrize("engine, degree, config, message", [
     ("tensor_parallel", 2, GPT2, "transformers has no plan to shard gpt2 models; use auto or"),
-    ("transformers", 2, LFM2, "plan that transformers has for lfm2 models leaves 94% of the weig"),
+    ("transformers", 2, COHERE, "no test has compared cohere models, cut by the plan of transf"),
+    ("tensor_parallel", 2, MAMBAS, "the plan that transformers has for nemotron_h models leaves 100%"),
     ("replicated", 2, LLAMA, "a whole copy per rank is degree 1"),
     ("auto", 2, QUANTIZED,
      r"--teacher_tp 2 with --teacher_engine auto: its weights are quantized \(fp8\)"),

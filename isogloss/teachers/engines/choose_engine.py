@@ -34,16 +34,13 @@ def engine_of_shared(engine, degree, config, is_adapter=False, trust_remote_code
     if is_adapter:
         raise ValueError(f"--teacher_engine {engine}: reads shards of files, and an adapter is "
                          "none; use auto, or merge the adapter into its base model first")
-    reason = reason_against(config, degree, trust_remote_code)
-    if engine == "auto":
-        is_exact = config.get_text_config().model_type in EXACT
-        return "tensor_parallel" if is_exact and not reason else "zero3"
     if degree == 1:
         return "replicated"
-    if reason:
+    reason = reason_against(config, degree, trust_remote_code)
+    if reason and engine != "auto":
         raise ValueError(f"--teacher_tp {degree} with --teacher_engine {engine}: {reason}; use "
                          "auto or zero3")
-    return "tensor_parallel"
+    return "zero3" if reason else "tensor_parallel"
 
 
 def reason_against(config, degree, trust_remote_code=False):
@@ -52,6 +49,8 @@ def reason_against(config, degree, trust_remote_code=False):
     plan = plan_of(config, degree, trust_remote_code)
     if plan is None:
         return f"transformers has no plan to shard {name}"
+    if config.get_text_config().model_type not in EXACT:
+        return f"no test has compared {name}, cut by the plan of transformers, with whole ones"
     if plan.whole_fraction > MOST_WHOLE:
         return (f"the plan that transformers has for {name} leaves {plan.whole_fraction:.0%} of "
                 "the weights of this one whole on every rank")
