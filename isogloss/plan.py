@@ -28,12 +28,12 @@ GPU's own context, NCCL's buffers and fragmentation are taken as 2 GiB: a guess,
 unmeasured on GPUs.  docs/LOG.md has the errors measured on CPU ranks.
 
 A student's rank computes, in a step, 6 P n m operations (4 of a frozen weight; 2 more with
-checkpointing), and 2 of each weight of a teacher for its positions; attention, losses and what a
-student writes are left out, so with --on_policy no hours are said.  Teachers on ranks of their own
-work beside them.  A step takes as long as the slower of the two, at a share of the peak (--mfu), if
-what is sent hides behind it.  A share of 0.17 is what one H200 reached with a student of 1.2 B
-weights whose teacher had twelve of Qwen3-4B's layers (docs/log/2026-11.md, "a GPU that waits for
-launches"); 989 TFLOP/s is an H100's peak in bfloat16.
+checkpointing), and 2 of each weight of a teacher for its positions; of experts, those that a token
+passes.  Attention, losses and what a student writes are left out, so with --on_policy no hours are
+said.  Teachers on ranks of their own work beside them.  A step takes as long as the slower of the
+two, at a share of the peak (--mfu), if what is sent hides behind it.  A share of 0.17 is what one
+H200 reached with a student of 1.2 B weights whose teacher had twelve of Qwen3-4B's layers
+(docs/log/2026-11.md, "a GPU that waits for launches"); 989 TFLOP/s is an H100's peak in bfloat16.
 
 What distill.py refuses of a layout is refused here too, by the same checks.  Sizes of models come
 from their config.json, or from recipes/architectures.yaml where there is none.
@@ -97,6 +97,7 @@ class Shape:
         layers: their number.
         vocab: rows of the head.
         names: {name of a linear layer: [(out, in)]}, for adapters.
+        active: fraction of the weights that a token passes, fewer than all where it has experts.
         config: of the whole model.
     """
 
@@ -111,6 +112,7 @@ class Shape:
     layers: int
     vocab: int
     names: dict
+    active: float
     config: object
 
 
@@ -141,7 +143,18 @@ def shape_of(role, path, trust_remote_code=False):
         head=head.weight.numel(), tied=is_tied(model),
         hidden=config.hidden_size, inner=inner, heads=heads * head_size,
         kv_heads=kv_heads * head_size, layers=config.num_hidden_layers,
-        vocab=head.weight.shape[0], names=names, config=model.config)
+        vocab=head.weight.shape[0], names=names, active=_active_fraction(model),
+        config=model.config)
+
+
+def _active_fraction(model):
+    config = model.config.get_text_config()
+    chosen = getattr(config, "num_experts_per_tok", None) or getattr(config, "top_k_experts", None)
+    idle = 0
+    for name, parameter in model.named_parameters():
+        if chosen and ".experts." in name:
+            idle += parameter.numel() * (1 - chosen / len(parameter))
+    return 1 - idle / num_weights(model)
 
 
 def _empty_model(role, path, trust_remote_code):
@@ -381,8 +394,8 @@ def _add_student(need, layout, shape):
         need.step = (b * (layout.stage < 3) + 12) * trained // sharers
     frozen = weights - trained
     recomputed = 2 * weights * cfg.activation_checkpointing
-    need.operations += (6 * trained + 4 * frozen + recomputed) * layout.positions * \
-        layout.micro_batches
+    of_position = (6 * trained + 4 * frozen + recomputed) * shape.active
+    need.operations += of_position * layout.positions * layout.micro_batches
     readers = layout.ranks // cfg.ranks_per_reader
     need.tokens = readers * layout.micro_batches * layout.micro_batch * cfg.max_length
     has_replica = layout.stage == 3 and cfg.rollout_replica
@@ -415,7 +428,7 @@ def _add_teacher(need, layout, cfg, *, shape, engine):
     need.backward[f"outputs of {cfg.teacher}"] = layout.micro_batches * positions * kept[output]
     if not cfg.teacher_kind.has_weights:
         return
-    operations = 2 * positions * layout.micro_batches * shape.weights
+    operations = 2 * positions * layout.micro_batches * shape.weights * shape.active
     if layout.cfg.teacher_ranks:  # which run the samples of all readers
         teacher_ranks, _ = layout.teacher_ranks
         readers = layout.ranks // layout.cfg.ranks_per_reader

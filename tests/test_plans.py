@@ -4,10 +4,11 @@ import pytest
 from transformers import AutoConfig
 
 import ranks
+from isogloss.job.launch import silence_libraries, start_distributed
 from isogloss.teachers.engines import plans
 from isogloss.teachers.engines.choose_engine import EXACT, reason_against
 from isogloss.teachers.model import resolve_engine
-from test_teacher import VISION, Case, compare_all, save_checkpoint
+from test_teacher import VISION, Case, compare, save_checkpoint
 
 # 101 rows and 8 heads over 2 or 4 ranks; of 2 key-value heads each of 4 ranks has one.
 DENSE = dict(
@@ -33,7 +34,7 @@ GEMMA_4 = HEADS | dict(
     vocab_size_per_layer_input=101, num_kv_shared_layers=0, num_key_value_heads=4,
     layer_types=["sliding_attention", "full_attention"])
 BIASES = dict(attention_bias=True, mlp_bias=True, attention_out_bias=True, use_bias=True)
-# {model type, a variant behind "@": (degree of four ranks, shape)}
+# {model type, a variant behind "@": (degree, shape)}
 FAMILIES = {
     "llama": (4, DENSE | BIASES),
     "qwen2": (2, TIED),
@@ -104,23 +105,32 @@ TWICE = ("qwen3_moe", "gpt_oss", "deepseek_v3", "glm4_moe", "qwen3_next", "phi3"
          "gemma3", "llama4_text", "nemotron_h")
 
 
+def compare_each(folder, cases):
+    start_distributed()
+    silence_libraries()
+    return [compare(folder, case) for case in cases]
+
+
 @pytest.mark.slow
 def test_a_model_cut_by_its_plan_is_the_whole_model(tmp_path):
-    """Relative to 1e-5 in float32, by all ranks, in one group of four or in two of two."""
-    cases = []
+    """To 1e-5 in float32, in groups of two and of four ranks, some in two groups side by side."""
+    cases = {2: [], 4: []}  # by all ranks
     for name, (degree, shape) in FAMILIES.items():
         save_checkpoint(tmp_path, name, shape)
-        cases.append(Case(name, "tensor_parallel", degree))
+        cases[degree].append(Case(name, "tensor_parallel", degree))
         if name in TWICE:
-            cases.append(Case(name, "tensor_parallel", 6 - degree))
+            cases[4].append(Case(name, "tensor_parallel", 6 - degree))
     configs = {name: AutoConfig.from_pretrained(tmp_path / name) for name in FAMILIES}
     assert {config.get_text_config().model_type for config in configs.values()} == EXACT
-    for comparisons in ranks.run(4, compare_all, tmp_path, cases):
-        for case, comparison in zip(cases, comparisons, strict=True):
-            assert comparison.error < 1e-5, (case, comparison)
-            plan = plans.plan_of(configs[case.name], case.degree)
-            expected = plan.whole_fraction + (1 - plan.whole_fraction) / case.degree
-            assert comparison.parameter_fraction <= expected + 0.01, (case, comparison)
+    compared = []
+    for num, its in cases.items():
+        for comparisons in ranks.run(num, compare_each, tmp_path, its):
+            compared += zip(its, comparisons, strict=True)
+    for case, comparison in compared:
+        assert comparison.error < 1e-5, (case, comparison)
+        plan = plans.plan_of(configs[case.name], case.degree)
+        expected = plan.whole_fraction + (1 - plan.whole_fraction) / case.degree
+        assert comparison.parameter_fraction <= expected + 0.01, (case, comparison)
 
 
 # What a user asks for: {model type: values in place of the config's own}.

@@ -319,7 +319,7 @@ QUANTIZED = AutoConfig.for_model(
 @pytest.mark.parametrize("engine, degree, config, message", [
     ("tensor_parallel", 2, GPT2, "transformers has no plan to shard gpt2 models; use auto or"),
     ("transformers", 2, COHERE, "no test has compared cohere models, cut by the plan of transf"),
-    ("tensor_parallel", 2, MAMBAS, "the plan that transformers has for nemotron_h models leaves 100%"),
+    ("tensor_parallel", 2, MAMBAS, "transformers has for nemotron_h models leaves 100%"),
     ("replicated", 2, LLAMA, "a whole copy per rank is degree 1"),
     ("auto", 2, QUANTIZED,
      r"--teacher_tp 2 with --teacher_engine auto: its weights are quantized \(fp8\)"),
