@@ -343,11 +343,10 @@ class TeacherParallelismFlags:
     """teacher parallelism"""
 
     teacher_engine: str = flag(
-        "auto", "replicated (a whole copy per rank), tensor_parallel (DeepSpeed's inference "
-        "engine), transformers (its own tensor parallelism, over all ranks with teachers), zero3 "
-        "(partitioned over these, for any architecture), vllm or a command (an engine beside the "
-        "job), or auto: the first that can shard the model over teacher_tp ranks.", free=True,
-        key="engine")
+        "auto", "replicated (a whole copy per rank), tensor_parallel (cut by transformers' plan "
+        "for the model; transformers means the same), zero3 (over all ranks with teachers, for any "
+        "architecture), vllm or a command (an engine beside the job), or auto: the first but these "
+        "that can shard it.", free=True, key="engine")
     teacher_tp: int = flag(
         1, "neighboring ranks of a node that share one teacher. It divides the ranks of a node.",
         low=1, high=2**16, free=True, key="tp")

@@ -28,8 +28,8 @@ GPU's own context, NCCL's buffers and fragmentation are taken as 2 GiB: a guess,
 unmeasured on GPUs.  docs/LOG.md has the errors measured on CPU ranks.
 
 A student's rank computes, in a step, 6 P n m operations (4 of a frozen weight; 2 more with
-checkpointing), and 2 of each weight of a teacher that a position meets, of a mixture's experts
-some; attention, losses and what a student writes are left out, so with --on_policy no hours are
+checkpointing), and 2 of each weight of a teacher for its positions; of experts, those that a token
+passes.  Attention, losses and what a student writes are left out, so with --on_policy no hours are
 said.  Teachers on ranks of their own work beside them.  A step takes as long as the slower of the
 two, at a share of the peak (--mfu), if what is sent hides behind it.  A share of 0.17 is what one
 H200 reached with a student of 1.2 B weights whose teacher had twelve of Qwen3-4B's layers
@@ -91,18 +91,17 @@ class Shape:
     """Hold the sizes of a model.
 
     Attributes:
-        weights: in all; active: those that a token meets, of a mixture's experts a few.
-        layer: weights of the widest layer; head: of the lm_head, embedding included.
+        weights: in all; layer: of the widest layer; head: of the lm_head, embedding included.
         tied: head and embedding are one.
         hidden, inner, heads, kv_heads: widths; the latter two are heads x head size.
         layers: their number.
         vocab: rows of the head.
         names: {name of a linear layer: [(out, in)]}, for adapters.
+        active: fraction of the weights that a token passes, fewer than all where it has experts.
         config: of the whole model.
     """
 
     weights: int
-    active: int
     layer: int
     head: int
     tied: bool
@@ -113,6 +112,7 @@ class Shape:
     layers: int
     vocab: int
     names: dict
+    active: float
     config: object
 
 
@@ -126,8 +126,12 @@ def shape_of(role, path, trust_remote_code=False):
     model = _empty_model(role, path, trust_remote_code)
     config = model.config.get_text_config()
     heads = config.num_attention_heads
-    head_size = getattr(config, "head_dim", None) or config.hidden_size // heads
-    kv_heads = getattr(config, "num_key_value_heads", None) or heads
+    head_size = 0
+    kv_heads = 0
+    layers = config.per_layer_config if getattr(config, "is_heterogeneous", False) else [config]
+    for layer in layers:
+        head_size = max(head_size, getattr(layer, "head_dim", None) or config.hidden_size // heads)
+        kv_heads = max(kv_heads, getattr(layer, "num_key_value_heads", None) or heads)
     inner = getattr(config, "intermediate_size", None) or 4 * config.hidden_size
     head = model.get_output_embeddings()
     names = {}
@@ -135,11 +139,22 @@ def shape_of(role, path, trust_remote_code=False):
         if isinstance(module, torch.nn.Linear) and module is not head:
             names.setdefault(name.rpartition(".")[2], []).append(tuple(module.weight.shape))
     return Shape(
-        weights=num_weights(model), active=_active(model, config),
-        layer=_widest_layer(model, config.num_hidden_layers), head=head.weight.numel(),
-        tied=is_tied(model), hidden=config.hidden_size, inner=inner,
-        heads=heads * head_size, kv_heads=kv_heads * head_size, layers=config.num_hidden_layers,
-        vocab=head.weight.shape[0], names=names, config=model.config)
+        weights=num_weights(model), layer=_widest_layer(model, config.num_hidden_layers),
+        head=head.weight.numel(), tied=is_tied(model),
+        hidden=config.hidden_size, inner=inner, heads=heads * head_size,
+        kv_heads=kv_heads * head_size, layers=config.num_hidden_layers,
+        vocab=head.weight.shape[0], names=names, active=_active_fraction(model),
+        config=model.config)
+
+
+def _active_fraction(model):
+    config = model.config.get_text_config()
+    chosen = getattr(config, "num_experts_per_tok", None) or getattr(config, "top_k_experts", None)
+    idle = 0
+    for name, parameter in model.named_parameters():
+        if chosen and ".experts." in name:
+            idle += parameter.numel() * (1 - chosen / len(parameter))
+    return 1 - idle / num_weights(model)
 
 
 def _empty_model(role, path, trust_remote_code):
@@ -155,16 +170,6 @@ def _empty_model(role, path, trust_remote_code):
             raise ValueError(f"{error}; {ARCHITECTURES.name} has the sizes of "
                              f"{', '.join(table)}") from None
     return empty_model(config, trust_remote_code)
-
-
-def _active(model, config):
-    """Return how many weights a token meets."""
-    names = "num_experts", "num_local_experts", "n_routed_experts"
-    num_experts = next((getattr(config, name) for name in names if getattr(config, name, 0)), 1)
-    in_experts = sum(weight.numel() for name, weight in model.named_parameters()
-                     if ".experts." in name)
-    idle = 1 - getattr(config, "num_experts_per_tok", num_experts) / num_experts
-    return num_weights(model) - round(idle * in_experts)
 
 
 def _widest_layer(model, num_layers):
@@ -389,9 +394,8 @@ def _add_student(need, layout, shape):
         need.step = (b * (layout.stage < 3) + 12) * trained // sharers
     frozen = weights - trained
     recomputed = 2 * weights * cfg.activation_checkpointing
-    met = shape.active / shape.weights  # of a mixture's experts a position meets a few
-    need.operations += met * (6 * trained + 4 * frozen + recomputed) * layout.positions * \
-        layout.micro_batches
+    of_position = (6 * trained + 4 * frozen + recomputed) * shape.active
+    need.operations += of_position * layout.positions * layout.micro_batches
     readers = layout.ranks // cfg.ranks_per_reader
     need.tokens = readers * layout.micro_batches * layout.micro_batch * cfg.max_length
     has_replica = layout.stage == 3 and cfg.rollout_replica
@@ -424,20 +428,16 @@ def _add_teacher(need, layout, cfg, *, shape, engine):
     need.backward[f"outputs of {cfg.teacher}"] = layout.micro_batches * positions * kept[output]
     if not cfg.teacher_kind.has_weights:
         return
-    operations = 2 * positions * layout.micro_batches * shape.active
+    operations = 2 * positions * layout.micro_batches * shape.weights * shape.active
     if layout.cfg.teacher_ranks:  # which run the samples of all readers
         teacher_ranks, _ = layout.teacher_ranks
         readers = layout.ranks // layout.cfg.ranks_per_reader
         need.beside += operations * readers / teacher_ranks
     else:
         need.operations += operations / layout.cfg.ranks_per_reader
-    degree = cfg.teacher_tp
-    outer = shape.head * (1 if shape.tied else 2)
-    weights = b * (shape.weights - outer) // degree + b * outer
-    if engine == "zero3":
-        weights = b * (shape.weights // layout.ranks + shape.head)
-    elif degree > 1:  # the head is sharded, and whole beside that for the loss
-        weights += b * shape.head // degree
+    weights = b * shape.weights
+    if engine != "replicated":  # the head is sharded, and whole beside that for the loss
+        weights = int(weights * _fraction_of_rank(layout, cfg, engine, shape)) + b * shape.head
     if cfg.teacher_offload:
         need.backward[f"head of {cfg.teacher}"] = b * shape.head
     elif not layout.cfg.teacher_ranks:
@@ -445,6 +445,16 @@ def _add_teacher(need, layout, cfg, *, shape, engine):
     widest = b * positions * (4 * shape.hidden + 3 * shape.inner) + 4 * b * positions * shape.heads
     offloaded = weights if cfg.teacher_offload else 0
     need.teacher_pass = max(need.teacher_pass, widest + offloaded)
+
+
+def _fraction_of_rank(layout, cfg, engine, shape):
+    """Return the fraction of a sharded teacher's weights that a rank holds."""
+    if engine == "zero3":
+        return 1 / layout.ranks
+    from isogloss.teachers.engines.plans import plan_of
+
+    whole = plan_of(shape.config, cfg.teacher_tp, cfg.trust_remote_code).whole_fraction
+    return whole + (1 - whole) / cfg.teacher_tp
 
 
 # --- what to choose -------------------------------------------------------------------------------

@@ -39,7 +39,7 @@ def test_help_names_every_choice_and_losses_read_flags_that_there_are():
     for name, spec in LOSSES.items():
         assert set(spec.flags) <= set(NAMES), name
     engines = choices_of(Config.__dataclass_fields__["teacher_engine"])
-    assert set(engines) == {"auto", *ENGINES}
+    assert set(engines) == {"auto", "transformers", *ENGINES}
 
 
 def test_the_memory_of_the_loss_follows_the_device(monkeypatch):

@@ -177,7 +177,6 @@ TWO_TEACHERS = ('--teachers=[{"model":"TEACHER","tp":2,"name":"a"},'
 # what is learned, how many ranks hold the teachers alone, and how
 REMOTE = [
     ("--loss=piece_kl", 2, ["--teacher_tp=2"]),
-    ("--loss=piece_kl", 2, ["--teacher_engine=transformers", "--teacher_tp=2"]),
     ('--loss=projection_kl --teacher_output=logits --loss_options={"projection_topk":100}',
      2, ["--teacher_tp=2"]),
     ("--loss=projection_kl --teacher_output=topk --teacher_output_topk=600",

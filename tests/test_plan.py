@@ -50,6 +50,17 @@ def test_a_shape_is_that_of_the_model(models, untied):
         assert (shape.hidden, shape.inner, shape.heads, shape.kv_heads) == (32, 64, 32, 16)
 
 
+def test_a_token_passes_the_experts_that_are_chosen_for_it_alone(tmp_path):
+    from transformers import AutoConfig
+
+    sizes = dict(num_hidden_layers=3, hidden_size=16, moe_intermediate_size=8, num_experts=6,
+                 num_experts_per_tok=2, head_dim=8, num_attention_heads=2, num_key_value_heads=1)
+    AutoConfig.for_model("qwen3_moe", vocab_size=50, **sizes).save_pretrained(tmp_path)
+    shape = shape_of("teacher", str(tmp_path))
+    idle = 3 * (6 - 2) * 3 * 16 * 8  # layers, experts, matrices
+    assert shape.active * shape.weights == pytest.approx(shape.weights - idle)
+
+
 def test_an_adapter_has_as_many_weights_as_peft_gives_it(models):
     peft = pytest.importorskip("peft")
     from transformers import AutoModelForCausalLM
@@ -110,8 +121,8 @@ REFUSED = {
     "--teacher_tp 8: does not divide the 4 ranks": ({"teacher_tp": 8}, 4, 4),
     "4 ranks on nodes of 3": ({}, 4, 3),
     "--teacher_ranks 2: a node of this job has 2 ranks": ({"teacher_ranks": 2}, 4, 2),
-    "--teacher_engine transformers: it takes all of the 4 ranks":
-        ({"teacher_tp": 2, "teacher_engine": "transformers"}, 4, 4),
+    "--teacher_tp 2 with --teacher_engine replicated: a whole copy":
+        ({"teacher_tp": 2, "teacher_engine": "replicated"}, 4, 4),
     "--sequence_parallel 4: does not divide the 6 ranks": ({"sequence_parallel": 4}, 6, 6),
     "--sequence_parallel 8": ({"sequence_parallel": 8}, 8, 8),
     "--pipeline_parallel 2: --ds_config": ({"pipeline_parallel": 2}, 4, 4),

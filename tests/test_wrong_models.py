@@ -119,7 +119,7 @@ MODELS = {
     "no config": (removed("config.json"), CONFIG),
     "heads that do not divide": (config(num_attention_heads=5), CONFIG),
     "key-value heads that do not divide": (
-        config(num_key_value_heads=3), "expected a divisor of its num_attention_heads, 4"),
+        config(num_key_value_heads=3), "expected a divisor of num_attention_heads, 4"),
     "no key-value head": (config(num_key_value_heads=0), "says num_key_value_heads 0; expected a"),
     "architectures that are a number": (config(architectures=3), "expected a list of names"),
     "negative layers": (config(num_hidden_layers=-1), "says num_hidden_layers -1; expected a"),
@@ -173,8 +173,6 @@ OTHERS = {
         "mistral3: transformers has no causal language model of type mistral3",
     "--student={folder}/qwen2_5_vl --sequence_parallel=2":
         "qwen2_5_vl: transformers has no causal language model of type qwen2_5_vl",
-    "--teacher={folder}/images --teacher_tp=2 --teacher_engine=tensor_parallel":
-        "--teacher_engine tensor_parallel: does not shard gemma3 models",
 }
 # The same of what shows in the first step.
 IN_A_STEP = {
@@ -197,7 +195,7 @@ def of_model(role, name, flags=""):
 # Ways to load a model in which all ranks take part: one that fails must not leave others waiting.
 LAYOUTS = [
     ("student", "--ds_config={folder}/zero3.json"), ("teacher", "--teacher_engine=zero3"),
-    ("teacher", "--teacher_tp=2"), ("teacher", "--teacher_tp=2 --teacher_engine=transformers")]
+    ("teacher", "--teacher_tp=2")]
 IN_LAYOUTS = ["a file cut in the middle", "a tensor missing", "another shape", "a missing shard"]
 
 

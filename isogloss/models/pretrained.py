@@ -78,11 +78,13 @@ def _check_sizes(role, path, config):
     if type(context) is int and context < 1:
         raise ValueError(f"--{role} {path}: its config.json says max_position_embeddings "
                          f"{context}; expected a whole number above 0")
-    heads = getattr(config, "num_attention_heads", None)
-    kv_heads = getattr(config, "num_key_value_heads", None)
-    if type(heads) is int and type(kv_heads) is int and (kv_heads < 1 or heads % kv_heads):
-        raise ValueError(f"--{role} {path}: its config.json says num_key_value_heads {kv_heads}; "
-                         f"expected a divisor of its num_attention_heads, {heads}")
+    layers = config.per_layer_config if getattr(config, "is_heterogeneous", False) else [config]
+    for layer in layers:  # Gemma 4's differ in their heads
+        heads = getattr(layer, "num_attention_heads", None)
+        kv_heads = getattr(layer, "num_key_value_heads", None)
+        if type(heads) is int and type(kv_heads) is int and (kv_heads < 1 or heads % kv_heads):
+            raise ValueError(f"--{role} {path}: its config.json says num_key_value_heads "
+                             f"{kv_heads}; expected a divisor of num_attention_heads, {heads}")
 
 
 def check_language_model(role, path, config):

@@ -1,4 +1,4 @@
-"""Describe teachers that are models on this job's ranks, and choose one of four ways to load them.
+"""Describe teachers that are models on this job's ranks, and choose one of three ways to load them.
 
 What runs them is in engines/: whole copies in whole.py, shards in sharded.py.
 """
@@ -15,7 +15,7 @@ from isogloss.models import pretrained
 from isogloss.teachers.engines.whole import config_of, load_replicated
 from isogloss.teachers.protocol import TeacherSpec
 
-ENGINES = "replicated", "tensor_parallel", "transformers", "zero3"  # beside vllm and commands
+ENGINES = "replicated", "tensor_parallel", "zero3"
 
 
 def reads_more_than_text(config):
@@ -29,25 +29,21 @@ def reads_more_than_text(config):
     return MODEL_FOR_CAUSAL_LM_MAPPING[type(config)].config_class is not type(text_config)
 
 
-def resolve_engine(engine, degree, config, num_ranks, is_adapter=False):
+def resolve_engine(engine, degree, config, is_adapter=False, trust_remote_code=False):
     """Return the engine that "auto" means; check the others.
 
     Args:
-        engine: of ENGINES, "auto", "vllm" or a command.
-        degree: ranks that share the model.
-        config: of the whole model.
-        num_ranks: all ranks that hold teachers.
+        engine: of ENGINES, "transformers" (tensor_parallel), "auto", "vllm" or a command.
+        degree, config: ranks that share the model; its config, of images as well.
         is_adapter: it is an adapter on another model.
     Raises:
         ValueError: an engine that cannot shard this model over `degree` ranks.
     """
-    if engine not in ("auto", *ENGINES):
-        return "vllm"
-    if degree == 1 and engine in ("auto", "replicated"):  # it needs no communication
-        return "replicated"
+    if degree == 1 and engine in ("auto", "replicated"):
+        return "replicated"  # it needs no communication
     from isogloss.teachers.engines.choose_engine import engine_of_shared
 
-    return engine_of_shared(engine, degree, config, num_ranks, is_adapter)
+    return engine_of_shared(engine, degree, config, is_adapter, trust_remote_code)
 
 
 # --- the kind -------------------------------------------------------------------------------------
@@ -138,10 +134,6 @@ class ModelSpec(TeacherSpec):
             ValueError: see `resolve_engine`, `check_compile`.
         """
         engine = self._resolved()
-        if engine == "vllm":
-            from isogloss.teachers.engines.vllm import load_engine
-
-            return load_engine(self)
         check_layers(engine, config_of(self), self.compile)
         if self.compile == "auto" and str(self.device).startswith("cuda"):
             from isogloss.teachers.engines.layers import can_compile
@@ -154,8 +146,8 @@ class ModelSpec(TeacherSpec):
         return LOADERS[engine](self)
 
     def _resolved(self):
-        return resolve_engine(self.engine, self.degree, config_of(self), dist.get_world_size(),
-                              is_adapter(self.path))
+        return resolve_engine(self.engine, self.degree, config_of(self), is_adapter(self.path),
+                              self.trust_remote_code)
 
     @property
     def is_shared(self):
@@ -180,8 +172,8 @@ def checked_engine(cfg, config, num_ranks, ranks_per_node):
         ValueError: see `teacher_groups`, `resolve_engine`, `check_compile`.
     """
     teacher_groups(num_ranks, ranks_per_node, cfg.teacher_tp)
-    engine = resolve_engine(cfg.teacher_engine, cfg.teacher_tp, config, num_ranks,
-                            is_adapter(cfg.teacher))
+    engine = resolve_engine(cfg.teacher_engine, cfg.teacher_tp, config, is_adapter(cfg.teacher),
+                            cfg.trust_remote_code)
     check_layers(engine, config, cfg.teacher_compile)
     return engine
 

@@ -188,7 +188,7 @@ def load_teacher(spec):
     Raises:
         ValueError: its weights cannot be loaded.
     """
-    # the inference engine makes all ranks' random numbers equal
+    # whatever a library draws while it loads changes no random numbers of the run
     with weights_of("teacher", spec.path), torch.random.fork_rng():
         return spec.load()
 

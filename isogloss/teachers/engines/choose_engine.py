@@ -1,51 +1,60 @@
 """Choose the engine of a teacher that several ranks share, or refuse one.
 
-Tests: tests/test_teacher.py.
+Tests: tests/test_teacher.py, tests/test_plans.py.
 """
 
 from isogloss.models import pretrained
-from isogloss.teachers.model import reads_more_than_text
+from isogloss.teachers.engines.plans import plan_of
+from isogloss.teachers.model import ENGINES
 
-# model types that DeepSpeed's inference engine shards as it loads them (0.19.8)
-SHARDED = {"llama", "qwen2", "qwen3", "mistral", "gemma2", "gemma3_text", "granite", "smollm3"}
+# Model types whose plan in transformers (5.23) gives what the whole model does, by test_plans.py.
+EXACT = set("""
+    cohere2 deepseek_v3 deepseek_v32 ernie4_5 exaone4 gemma gemma2 gemma3_text gemma4_text glm4
+    glm4_moe glm4_moe_lite gpt_neox gpt_oss granite granitemoe granitemoehybrid jamba lfm2_moe llama
+    llama4_text minimax minimax_m2 ministral ministral3 mistral mixtral nemotron_h olmo2 olmo3 olmoe
+    phi phi3 qwen2 qwen2_moe qwen3 qwen3_5_moe_text qwen3_5_text qwen3_moe qwen3_next seed_oss
+    smollm3 starcoder2
+    """.split())
+# A plan that leaves more of the weights whole on every rank shards too little.
+MOST_WHOLE = 0.5
 
 
-def engine_of_shared(engine, degree, config, num_ranks, is_adapter=False):
+def engine_of_shared(engine, degree, config, is_adapter=False, trust_remote_code=False):
     """Return the engine of a teacher that is no whole copy on every rank; see `resolve_engine`."""
+    if engine not in ("auto", "transformers", *ENGINES):
+        return "vllm"  # or a command
     quantization = pretrained.quantization_of(config)
     if quantization:
         raise ValueError(
             f"--teacher_tp {degree} with --teacher_engine {engine}: its weights are quantized "
             f"({quantization}), and only a whole copy on every rank is; use --teacher_tp 1 and "
             "auto")
-    if is_adapter and engine in ("auto", "tensor_parallel", "transformers"):
-        if engine == "auto":
-            return "zero3"
-        raise ValueError(f"--teacher_engine {engine}: reads shards of files, and an adapter is "
-                         "none; use auto, or merge the adapter into its base model first")
-    text_config = config.get_text_config()
-    # DeepSpeed would take the text part for a model by itself, and leave it without weights
-    model_type = config.model_type if reads_more_than_text(config) else text_config.model_type
-    heads = getattr(text_config, "num_key_value_heads", None)
-    heads = heads or getattr(text_config, "num_attention_heads", 0)
-    # transformers' plans cut whole key-value heads
-    has_plan = bool(getattr(text_config, "base_model_tp_plan", None)) and heads % degree == 0
-    if engine == "auto":  # the first that can
-        if model_type in SHARDED:
-            return "tensor_parallel"
-        return "transformers" if has_plan and degree == num_ranks else "zero3"
-    if engine == "transformers" and not has_plan:
-        raise ValueError(
-            f"--teacher_tp {degree} with --teacher_engine transformers: it has no plan to shard "
-            f"{model_type} models of {heads} key-value heads so; use auto")
-    if engine == "transformers" and not degree == num_ranks > 1:
-        raise ValueError(
-            f"--teacher_tp {degree} with --teacher_engine transformers: it takes all of the "
-            f"{num_ranks} ranks that hold teachers, and more than one; use auto")
-    if engine == "tensor_parallel" and model_type not in SHARDED:
-        raise ValueError(f"--teacher_engine tensor_parallel: does not shard {model_type} models, "
-                         f"only {', '.join(sorted(SHARDED))}; use auto or zero3")
-    if engine == "replicated" and degree > 1:
+    if engine == "replicated":
         raise ValueError(f"--teacher_tp {degree} with --teacher_engine replicated: a whole copy "
                          "per rank is degree 1; use auto")
-    return engine
+    if engine == "zero3" or (engine == "auto" and is_adapter):
+        return "zero3"
+    if is_adapter:
+        raise ValueError(f"--teacher_engine {engine}: reads shards of files, and an adapter is "
+                         "none; use auto, or merge the adapter into its base model first")
+    if degree == 1:
+        return "replicated"
+    reason = reason_against(config, degree, trust_remote_code)
+    if reason and engine != "auto":
+        raise ValueError(f"--teacher_tp {degree} with --teacher_engine {engine}: {reason}; use "
+                         "auto or zero3")
+    return "zero3" if reason else "tensor_parallel"
+
+
+def reason_against(config, degree, trust_remote_code=False):
+    """Say why transformers cannot shard a config's model over `degree` ranks, or return ""."""
+    name = f"{config.model_type} models"
+    plan = plan_of(config, degree, trust_remote_code)
+    if plan is None:
+        return f"transformers has no plan to shard {name}"
+    if config.get_text_config().model_type not in EXACT:
+        return f"no test has compared {name}, cut by the plan of transformers, with whole ones"
+    if plan.whole_fraction > MOST_WHOLE:
+        return (f"the plan that transformers has for {name} leaves {plan.whole_fraction:.0%} of "
+                "the weights of this one whole on every rank")
+    return ""

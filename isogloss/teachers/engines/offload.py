@@ -11,26 +11,26 @@ import torch
 class Offload:
     """Keep a model's weights in the host's memory, on the device only while they are used."""
 
-    def __init__(self, model, device):
+    def __init__(self, tensors, device):
         self.device = device
         self.users = 0
         pinned = torch.cuda.is_available()  # only from pinned memory a copy overlaps with computing
         self.host_copies = []
-        for parameter in model.parameters():
-            copy = parameter.detach().to("cpu", copy=True)
-            self.host_copies.append((parameter, copy.pin_memory() if pinned else copy))
+        for tensor in tensors:
+            copy = tensor.detach().to("cpu", copy=True)
+            self.host_copies.append((tensor, copy.pin_memory() if pinned else copy))
         self._leave_device()
 
     def _leave_device(self):
-        for parameter, host_copy in self.host_copies:
-            parameter.data = host_copy
+        for tensor, host_copy in self.host_copies:
+            tensor.data = host_copy
 
     @contextlib.contextmanager
     def on_device(self):
         """Bring the weights to the device; nested uses cost one transfer."""
         if self.users == 0:
-            for parameter, host_copy in self.host_copies:
-                parameter.data = host_copy.to(self.device, non_blocking=True, copy=True)
+            for tensor, host_copy in self.host_copies:
+                tensor.data = host_copy.to(self.device, non_blocking=True, copy=True)
         self.users += 1
         try:
             yield
@@ -40,12 +40,12 @@ class Offload:
                 self._leave_device()
 
 
-def offload(teacher, model):
-    """Return a ModelTeacher whose model has its weights in the host's memory."""
+def offload(teacher, tensors):
+    """Return a ModelTeacher whose tensors, its weights, are in the host's memory."""
     # the head stays on the device: losses read it outside of the teacher's forward pass
     bias = teacher.head.bias_V
     teacher.head = teacher.head._replace(
         weight_VH=teacher.head.weight_VH.detach(),
         bias_V=None if bias is None else bias.detach())
-    teacher.offload = Offload(model, teacher.spec.device)
+    teacher.offload = Offload(tensors, teacher.spec.device)
     return teacher

@@ -13,7 +13,7 @@ from isogloss.job.rendezvous import LOADING_TIMEOUT
 
 
 class Replica:
-    """Join the ranks that hold one teacher together; DeepSpeed takes a replica as `mpu`.
+    """Join the ranks that hold one teacher together.
 
     Attributes:
         ranks: list of neighboring ranks.
@@ -78,20 +78,6 @@ class Replica:
         of_ranks = [torch.empty_like(padded) for _ in self.ranks]
         dist.all_gather(of_ranks, padded, group=self.group)
         return [ids[:size].view(shape) for ids, size, shape in zip(of_ranks, sizes, shapes)]
-
-    # DeepSpeed's inference engine calls these.
-
-    def get_model_parallel_group(self):
-        return self.group
-
-    def get_model_parallel_world_size(self):
-        return len(self.ranks)
-
-    def get_model_parallel_rank(self):
-        return self.ranks.index(dist.get_rank())
-
-    def get_data_parallel_group(self):
-        return None
 
 
 # Positions of a run in which members are joined, padding included, for each position of theirs.

@@ -28,6 +28,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from safetensors import safe_open
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from transformers import PreTrainedTokenizerFast
@@ -43,8 +44,14 @@ from isogloss.job.commands.engine_process import (
 )
 from isogloss.job.rendezvous import values_of_ranks
 from isogloss.models import pretrained
+from isogloss.models.tied import empty_model
 from isogloss.teachers.engines.replicas import Replica
-from isogloss.teachers.engines.sharded import head_of_files, local_folder
+from isogloss.teachers.engines.sharded import (
+    check_files,
+    head_with,
+    local_folder,
+    once_per_node,
+)
 from isogloss.teachers.engines.whole import (
     ModelTeacher,
     config_of,
@@ -307,6 +314,43 @@ def write_tokenizer(folder):
     tokenizer = Tokenizer(WordLevel({"?": 0}, unk_token="?"))
     PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="?").save_pretrained(folder)
     Path(folder, "config.json").write_text('{"model_type": "llama"}\n')
+
+
+def head_of_files(spec):
+    """Return the Head of a model whose layers an engine holds; every rank of the job takes part.
+
+    Raises:
+        ValueError: no file has it.
+    """
+    model = empty_model(pretrained.config_of_weights("teacher", spec.path, spec.trust_remote_code),
+                        spec.trust_remote_code)
+    names = {id(module): name for name, module in model.named_modules()}
+    folder, dtype = local_folder(spec.path), dtype_of(spec)
+    check_files(folder)
+
+    def load():
+        weight, bias = None, None
+        for layer in (model.get_output_embeddings(), model.get_input_embeddings()):
+            if weight is None:  # the first is not in the files where both are one
+                weight, bias = _read_layer(folder, names[id(layer)], dtype)
+        if weight is None:
+            raise ValueError(f"--teacher {spec.path}: no file has its output embeddings "
+                             f"({names[id(model.get_output_embeddings())]}); leave "
+                             "--teacher_engine to auto")
+        return weight, bias
+
+    return head_with(*once_per_node(load, spec.device), spec)
+
+
+def _read_layer(folder, name, dtype):
+    """Return (weight, bias) of a layer; None for what the files lack, such as a tied head."""
+    tensors = {}
+    for path in sorted(folder.glob("*.safetensors")):
+        with safe_open(path, "pt") as file:
+            for key in file.keys():
+                if key in (f"{name}.weight", f"{name}.bias"):
+                    tensors[key] = file.get_tensor(key).to(dtype)
+    return tensors.get(f"{name}.weight"), tensors.get(f"{name}.bias")
 
 
 # --- whether it says what the model says ----------------------------------------------------------

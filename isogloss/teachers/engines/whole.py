@@ -114,13 +114,13 @@ class ModelTeacher(TeacherOfIds):
                 if torch.equal(weight, kept):
                     weight.data = kept.data
 
-    def offloaded(self, model):
+    def offloaded(self, tensors):
         """Return the same teacher with its weights in the host's memory, if the spec says so."""
         if not self.spec.offload:
             return self
         from isogloss.teachers.engines.offload import offload
 
-        return offload(self, model)
+        return offload(self, tensors)
 
 
 def model_input(batch):
@@ -185,7 +185,7 @@ def load_replicated(spec):
 
         compile_layers(model)
     teacher = ModelTeacher(WholeModel(model), head, spec, "replicated", num_parameters)
-    return teacher.offloaded(model)
+    return teacher.offloaded(list(model.parameters()))
 
 
 def load_weights(spec, **options):
