@@ -9,7 +9,7 @@ data: without a teacher, by two distillation losses, and from the teacher with t
 What two of them write stands below one another.
 
 On a CPU two jobs run side by side, a rank with half of the cores each.  Seconds are of such a rank,
-whose neighbor may be idle at last.  demo_report.py shows what came out.
+whose neighbor may be idle at last.  examples/demo_report.py shows what came out.
 """
 
 import contextlib
@@ -28,9 +28,10 @@ from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
-from isogloss import align_view, demo_report
+from examples import demo_report
+from examples.demo_report import EQUAL_TOKENIZERS, NO_TEACHER
+from isogloss import align_view
 from isogloss.command import with_free_port
-from isogloss.demo_report import EQUAL_TOKENIZERS, NO_TEACHER
 from isogloss.flags.terminal import guard_terminal, unguarded
 
 CACHE = Path(os.environ.get("ISOGLOSS_CACHE", ".cache"))

@@ -42,7 +42,8 @@ sys.path.insert(0, str(ROOT))
 import numpy as np
 import torch
 
-from isogloss import demo, demo_report
+from examples import demo_report
+from isogloss import demo
 from isogloss.align import TokenTable
 from isogloss.flags.parse import flag
 from isogloss.flags.tool import tool

@@ -13,8 +13,9 @@ import pytest
 import sentencepiece
 
 from conftest import ROOT
-from isogloss import curves, demo, demo_report
-from isogloss.demo_report import EQUAL_TOKENIZERS, NO_TEACHER, Run
+from examples import demo_report
+from examples.demo_report import EQUAL_TOKENIZERS, NO_TEACHER, Run
+from isogloss import curves, demo
 from jobs import launch_forked
 
 
