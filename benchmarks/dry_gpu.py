@@ -542,8 +542,8 @@ def bytes_line(name, positions=4096):
     sizes = benchmark.Sizes(positions, V=128_256, W=VOCAB, H=64, teacher_H=64, K=8192,
                             memory_mib=automatic_mib(80 << 30))
     with mock.patch.object(torch.cuda, "is_available", lambda: False), \
-            mock.patch.object(loss_table, "loss_compiler", lambda *_: record), \
-            mock.patch.object(projected, "loss_compiler", lambda *_: record):
+            mock.patch.object(loss_table, "compiler_of", lambda *_: record), \
+            mock.patch.object(projected, "compiler_of", lambda *_: record):
         run = benchmark.prepare(name, sizes, torch.bfloat16, is_for_gpu=True)
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     hidden, weight, teacher, tiles, loss = on_gpu(

@@ -175,7 +175,7 @@ TOOLS = (
     "flags.lists", "flags.tool", "job.commands.engine_process", "job.commands.kept_process",
     "job.ipc", "job.sequence_group", "job.trial", "job.several.values",
     "projection_tools.__main__", "projection_tools.save", "models.adapter_parts",
-    "models.compiled_formula", "models.compiled_layers", "student.whole_student",
+    "models.compiled_formula", "models.compiler", "models.compiled_layers", "student.whole_student",
     "teachers.group", "teachers.mixing", "teachers.text_scores",
 )
 

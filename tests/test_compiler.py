@@ -1,5 +1,7 @@
 """Formulas that torch.compile has: the same numbers; without a compiler a line, and plain torch."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -9,6 +11,7 @@ from isogloss import translation
 from isogloss.models import compiler
 from isogloss.models.compiled_formula import CompiledFormula
 from isogloss.models.compiler import loss_compiler, missing_compiler
+from isogloss.objective import loss_table
 
 
 @pytest.fixture(autouse=True)
@@ -33,10 +36,12 @@ def test_the_compiled_roots_of_a_translation_are_the_same():
 
 
 def test_auto_compiles_on_a_gpu_alone_and_without_a_compiler_there_is_a_line(monkeypatch, capsys):
-    assert loss_compiler("auto", "cpu") is compiler.plain
-    assert loss_compiler("plain", "cuda") is compiler.plain
+    def made(backend, device):
+        return loss_table.compiler_of(SimpleNamespace(loss_backend=backend), device)
+
+    assert made("auto", "cpu") is made("plain", "cuda") is loss_table.plain
     monkeypatch.setattr(compiler, "missing_compiler", lambda: "there is no triton")
-    assert loss_compiler("auto", "cuda") is compiler.plain
+    assert made("auto", "cuda:0") is loss_table.plain
     assert "there is no triton, so the loss runs as plain torch" in capsys.readouterr().err
     with pytest.raises(ValueError, match="--loss_backend compiled: there is no triton; install"):
         loss_compiler("compiled", "cpu")

@@ -39,7 +39,7 @@ PAIRS = [*ALL_PAIRS[:2], *ALL_PAIRS[-2:], NESTED["letters"],
 @pytest.fixture(autouse=True)
 def written_without_a_compiler(monkeypatch):
     for module in (loss_table, projected):
-        monkeypatch.setattr(module, "loss_compiler", lambda *_: lambda function: function)
+        monkeypatch.setattr(module, "compiler_of", lambda *_: lambda function: function)
 
 
 def build(monkeypatch, tables, loss, ce_weight, **flags):
@@ -221,7 +221,7 @@ def compile_losses(monkeypatch):
         pytest.skip(missing)
     loss_compiler.cache_clear()
     for module in (loss_table, projected):
-        monkeypatch.setattr(module, "loss_compiler", lambda *_: loss_compiler("compiled", "cpu"))
+        monkeypatch.setattr(module, "compiler_of", lambda *_: loss_compiler("compiled", "cpu"))
 
 
 @pytest.mark.slow

@@ -28,24 +28,18 @@ def missing_compiler():
     return ""
 
 
-def plain(function):
-    return function
-
-
 @functools.cache
 def loss_compiler(backend, device_type):
-    """Return what makes a formula of a loss faster: (function) -> function that computes the same.
+    """Return what compiles a formula of a loss; None: this machine lacks what it takes.
 
     A compiled one serves any number of rows; its first call takes seconds, of which most are spared
     once the result is on disk.
 
     Args:
-        backend: a --loss_backend.  auto: compiled on a GPU, where launches take the time.
+        backend: a --loss_backend but plain; see `loss_table.compiler_of`.
     Raises:
         ValueError: "compiled", and there is no compiler.
     """
-    if backend == "plain" or (backend == "auto" and device_type != "cuda"):
-        return plain
     missing = missing_compiler()
     if not missing:
         def compiled(function):
@@ -59,7 +53,7 @@ def loss_compiler(backend, device_type):
     if backend == "compiled":
         raise ValueError(f"--loss_backend compiled: {missing}; install it, or leave the flag out")
     print_line(f"--loss_backend auto: {missing}, so the loss runs as plain torch")
-    return plain
+    return None
 
 
 @functools.cache

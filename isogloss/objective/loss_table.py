@@ -12,7 +12,6 @@ import torch
 from isogloss import losses
 from isogloss.flags.parse import keywords_of
 from isogloss.loss_bounds import CHOICES, NUMBERS, Bounds, check_value
-from isogloss.models.compiler import loss_compiler, plain
 from isogloss.nodes import Tables, with_rest
 from isogloss.projection_tools.files import cached_translation
 from isogloss.projection_tools.tokenizers import Pair
@@ -94,7 +93,7 @@ def build_per_chunk(cfg, pair, device, has_rest=False, *, loss):
             **parameters)[0]
 
     gradient = None
-    compiler = loss_compiler(cfg.loss_backend, torch.device(device).type)
+    compiler = compiler_of(cfg, device)
     if compiler is not plain:
         from isogloss.objective import fused_chunks
 
@@ -107,7 +106,7 @@ def build_divergence(cfg, pair, device, has_rest=False, *, divergence):
     """Build a divergence: of positions where the tokenizers are equal, else of translated nodes."""
     parameters = dict(temperature=cfg.temperature, top_k=cfg.loss_topk, support=cfg.loss_topk_of)
     parameters |= cfg.options_of_loss
-    compiler = loss_compiler(cfg.loss_backend, torch.device(device).type)
+    compiler = compiler_of(cfg, device)
     are_equal = pair.fingerprints[0] == pair.fingerprints[1]
     if has_rest and cfg.follows_student:
         raise ValueError("--loss_topk_of student: of this teacher the tokens that it finds likely "
@@ -121,6 +120,20 @@ def build_divergence(cfg, pair, device, has_rest=False, *, divergence):
                          "most likely ones are kept; keep hidden states, or use another loss")
     return build_translated(pair, device, divergence, parameters, has_rest, compiler,
                             has_text=cfg.ce_weight > 0)
+
+
+def plain(function):
+    return function
+
+
+def compiler_of(cfg, device):
+    """Return what makes a formula of a loss faster: (function) -> one that computes the same."""
+    device_type = torch.device(device).type
+    if cfg.loss_backend == "plain" or (cfg.loss_backend == "auto" and device_type != "cuda"):
+        return plain
+    from isogloss.models.compiler import loss_compiler
+
+    return loss_compiler(cfg.loss_backend, device_type) or plain
 
 
 def build_per_position(divergence, parameters, has_rest=False, compiler=plain):

@@ -5,8 +5,13 @@ import torch.distributed as dist
 
 from isogloss import losses
 from isogloss.doors import door
-from isogloss.models.compiler import loss_compiler, plain
-from isogloss.objective.loss_table import AUTO_WEIGHT, DistillationLoss, batch_of_one
+from isogloss.objective.loss_table import (
+    AUTO_WEIGHT,
+    DistillationLoss,
+    batch_of_one,
+    compiler_of,
+    plain,
+)
 from isogloss.projection_tools.build import cached_projection
 from isogloss.projection_tools.projection_files import as_tables, load_projection
 from isogloss.tiles import TeacherBlocks
@@ -114,7 +119,7 @@ def write_projected(cfg, listed, num_tokens, device):
         listed: `losses.Entries`; num_tokens: V.
     """
     options = cfg.options_of_loss
-    compiler = loss_compiler(cfg.loss_backend, torch.device(device).type)
+    compiler = compiler_of(cfg, device)
     if compiler is plain or options["chunk_average"] == "logp":
         return None
     written = door("written")
@@ -145,7 +150,7 @@ def build_gold(cfg, pair, device, has_rest=False, *, relaxed=False):
             rest=rest, observe=observe, **options)[0]
 
     gradient = None
-    compiler = loss_compiler(cfg.loss_backend, torch.device(device).type)
+    compiler = compiler_of(cfg, device)
     if compiler is not plain and options["chunk_average"] == "p" and len(rest[0]) and len(rest[1]):
         written = door("written")
         gradient = written.GoldGradient(
