@@ -46,7 +46,7 @@ EARLY_TEKKEN = (
 # Text that tokenizers cut differently: spaces, breaks, digits, capitals, marks, many scripts.
 PROBE = ("In 2010,  there\n\n wasn't a naïve 12345 \t e\u0301tude: Привет, 東京都は 「日本」。 "
          "สวัสดี مرحبا 👩‍👩‍👧\r\n"
-         "    def f_x(x):\n\treturn x**2  # HTTPServer\n")
+         "    def f_x(x):\n\treturn x.toString()  # HTTP\n")
 NEEDS_CODE = "its tokenizer is Python code that comes with it, and needs trust_remote_code"
 WAY_OUT = ("load it with its own library, write a fast tokenizer with save_pretrained, and name "
            "that directory")

@@ -23,7 +23,7 @@ SCRIPTS = (
     "สวัสดีชาวโลก ภาษาไทยไม่มีช่องว่าง",
     "مرحبا بالعالم، كيف الحال؟ ١٢٣",
     "a family 👩‍👩‍👧‍👦, a flag 🏳️‍🌈, a hand 👍🏽!",
-    "def f(x):\n    if x > 1:\n\t\treturn x_1 ** 2  # HTTPServer\r\n\n\n",
+    "def f(x):\n    if x > 1:\n\t\treturn x_1 ** 2  # toString\r\n\n\n",
     "two  spaces,   three,        eight, and at the end  ",
 )
 LLAMA3 = (r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+"
@@ -166,7 +166,7 @@ def qwen(folder):
 
 def llama3(folder):
     """Write a tokenizer.model of tiktoken, as Meta ships it, and the control tokens."""
-    ranks = ranks_of("llama3", 5000)
+    ranks = ranks_of("llama3", 8000)
     write_ranks(folder / "tokenizer.model", ranks)
     names = "<|begin_of_text|>", "<|end_of_text|>", "<|eot_id|>"
     configure(folder, bos_token=names[0], eos_token=names[1], added_tokens_decoder={
@@ -176,7 +176,7 @@ def llama3(folder):
 
 def kimi(folder, model_type="kimi_k2"):
     """Write a tiktoken.model with the Python code that reads it; `ran` appears when it runs."""
-    ranks = ranks_of("llama3", 5000)
+    ranks = ranks_of("llama3", 8000)
     write_ranks(folder / "tiktoken.model", ranks)
     names = "[BOS]", "[EOS]", "<|im_end|>", "[UNK]", "[PAD]"
     code = CODE.format(marker=str(folder / "ran"), pattern=KIMI, names=names)
@@ -189,18 +189,18 @@ def kimi(folder, model_type="kimi_k2"):
 
 def tekken(folder, is_early=False):
     """Write a tekken.json: 1,000 control tokens, more entries than default_vocab_size."""
-    ranks = ranks_of("llama3", 5000)
+    ranks = ranks_of("llama3", 8000)
     names = "<unk>", "<s>", "</s>", "[INST]", "[/INST]"
     entries = [{"rank": rank, "token_bytes": base64.b64encode(token).decode(), "token_str": None}
                for token, rank in ranks.items()]
-    config = {"pattern": TEKKEN, "num_vocab_tokens": 5000, "default_vocab_size": 5000,
+    config = {"pattern": TEKKEN, "num_vocab_tokens": 8000, "default_vocab_size": 8000,
               "default_num_special_tokens": 1000, "version": "v3"}
     special = [{"rank": i, "token_str": name, "is_control": True} for i, name in enumerate(names)]
     whole = {"config": config, "vocab": entries}
     if not is_early:  # files of 2024 list none
         whole["special_tokens"] = special
     (folder / "tekken.json").write_text(json.dumps(whole))
-    encoding = Encoding(TEKKEN, {token: i for token, i in ranks.items() if i < 4000}, {})
+    encoding = Encoding(TEKKEN, {token: i for token, i in ranks.items() if i < 7000}, {})
     return lambda text: [token + 1000 for token in encoding.encode(text)]
 
 

@@ -133,7 +133,7 @@ def test_whole_vocabularies_are_those_of_the_assets(kind, tmp_path):
 # --- what is refused, and what is said ------------------------------------------------------------
 
 
-@pytest.mark.parametrize("model_type", ["kimi_k2", "deepseek_v3"])  # unknown, known
+@pytest.mark.parametrize("model_type", ["kimi_k2", "qwen2"])  # unknown, known
 def test_code_of_others_runs_with_its_flag_alone(model_type, tmp_path):
     kinds.kimi(tmp_path)
     (tmp_path / "config.json").write_text(json.dumps({"model_type": model_type}))
