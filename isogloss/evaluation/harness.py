@@ -30,7 +30,7 @@ from isogloss.evaluation.task_model import GaveUp, TaskEncoder, TaskRequest, sco
 from isogloss.job.rendezvous import values_of_ranks
 
 PREFIX = "lm_eval:"
-INSTALL = 'pip install "isogloss[eval]"'
+INSTALL = 'pip install ".[eval]"'
 # names of ours: the harness' name, its folder there, and the data set of the hub that it reads
 NAMES = {
     "mmlu": ("mmlu", "mmlu/default", "cais/mmlu"),
