@@ -42,19 +42,23 @@ OPTIONAL = {
     "vllm": "--writer vllm",
 }
 GIB = 2**30
+# Flags of DeepSpeed's launcher (0.19.8) with two hyphens.
+OF_LAUNCHER = set("""
+    hostfile include exclude num_nodes num_gpus num_accelerators master_port master_addr node_rank
+    launcher launcher_args module no_python no_local_rank no_ssh no_ssh_check force_multi save_pid
+    enable_each_rank_log autotuning bind_cores_to_rank bind_core_list ssh_port venv_script log_level
+    quiet
+    """.split())
 
 
-def split_words(words, names):
-    """Return (words of the launcher, words of distill.py): ours begin at the first flag of ours.
+def split_words(words):
+    """Return (words of the launcher, words of distill.py) of a command line.
 
-    Args:
-        words: of the command line, without the program.
-        names: of our flags.
+    Ours begin at the first flag that the launcher does not know.
     """
-    known = {*names, *(f"no{name}" for name in names)}
     for place, word in enumerate(words):
         name = word.removeprefix("--").partition("=")[0].replace("-", "_")
-        if word.startswith("--") and name in known:
+        if word.startswith("--") and name not in OF_LAUNCHER:
             return words[:place], words[place:]
     return words, []
 
@@ -75,9 +79,11 @@ def with_free_port(launcher):
 def main():
     """Start the ranks, or print our help."""
     words = sys.argv[1:]
-    if "-h" in words or "--help" in words or not words:
+    if "-h" in words or "--help" in words:
         Config.read(["--help"])
-    launcher, ours = split_words(words, [entry.name for entry in fields(Config)])
+    launcher, ours = split_words(words)
+    if not any(word.startswith("--plugin") for word in ours):  # whose code is for the ranks
+        Config.read(ours)
     from deepspeed.launcher import runner
 
     quiet = "--log_level=critical"  # of the launcher itself; a later one counts

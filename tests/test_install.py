@@ -1,5 +1,6 @@
 """Installed from a wheel, without a checkout: modules, commands, configurations."""
 
+import argparse
 import json
 import os
 import site
@@ -12,7 +13,7 @@ import pytest
 
 from conftest import ROOT
 from isogloss import __version__
-from isogloss.command import split_words, with_free_port
+from isogloss.command import OF_LAUNCHER, split_words, with_free_port
 from jobs import write_corpus
 
 
@@ -22,10 +23,43 @@ from jobs import write_corpus
     (["--master_port=1", "--nopack"], 1),
     (["--num_nodes", "2", "--ds-config", "x.json"], 2),
     (["--num_gpus=1"], 1),
+    (["--num_gpus=1", "--lr", "1e-4"], 1),
 ])
 def test_words_before_the_first_flag_of_ours_are_the_launchers(words, launcher):
-    names = ["student", "pack", "ds_config"]
-    assert split_words(words, names) == (words[:launcher], words[launcher:])
+    assert split_words(words) == (words[:launcher], words[launcher:])
+
+
+def test_flags_of_the_launcher_are_those_of_deepspeed(monkeypatch):
+    from deepspeed.launcher import runner
+
+    parsers = []
+    monkeypatch.setattr(argparse.ArgumentParser, "parse_args",
+                        lambda parser, args=None: parsers.append(parser))
+    runner.parse_args([])
+    options = [option for action in parsers[0]._actions for option in action.option_strings]
+    assert {option[2:] for option in options if option.startswith("--")} - {"help"} == OF_LAUNCHER
+
+
+COMMAND = """
+import sys
+from isogloss.command import main
+try:
+    main()
+finally:
+    assert not sys.modules.keys() & {"torch", "deepspeed"}
+"""
+
+
+@pytest.mark.parametrize("words, line", [
+    (["--lr", "1e-4", "--student", "S"], "unknown flag --lr; it is --learning_rate"),
+    (["--num_gpus", "2", "--studnt", "S"], "unknown flag --studnt; did you mean --student?"),
+    ([], "nothing to do; begin with: "), (["--num_gpus", "2"], "nothing to do; begin with: "),
+])
+def test_a_wrong_command_line_ends_before_the_launcher_is_imported(words, line):
+    done = subprocess.run([sys.executable, "-c", COMMAND, *words], cwd=ROOT, text=True,
+                          capture_output=True)
+    assert done.returncode == 2 and done.stderr.count("\n") == 1, done.stderr
+    assert line in done.stderr
 
 
 def test_a_job_of_one_node_has_a_port_of_its_own():
