@@ -307,7 +307,7 @@ def test_the_answers_to_words_of_other_trainers_exist():
         if word in LEFT:
             continue
         names = set(re.findall(r"--(\w+)", answer))
-        assert names <= {*ours, "push_to_hub"} and (names or "ds_config" in answer)
+        assert names <= {*ours, "push_to_hub", "memory", "sleep"} and (names or "ds_config" in answer)
 
 
 @pytest.mark.parametrize("word, answer", [
@@ -330,3 +330,41 @@ def test_who_says_nothing_hears_a_first_command(words, capsys):
     assert said.count("\n") == 1 and FIRST_COMMAND in said
     flags = re.findall(r"--(\w+) (\S+)", FIRST_COMMAND)
     parse_flags(Config, [f"--{name}={value}" for name, value in flags])
+
+
+# What configs of others are made of (TRL 1.9's GOLD and GKD, ms-swift 4's GKD, tokenkit), as far as
+# it is theirs alone.
+OF_OTHERS = """
+    lmbda beta max_completion_length teacher_model_name_or_path teacher_model_revision
+    teacher_model_init_kwargs teacher_tokenizer_name_or_path disable_dropout seq_kd num_generations
+    generation_batch_size use_uld_loss uld_token_merge_strategy use_extended_uld uld_use_hybrid_loss
+    uld_hybrid_matched_weight uld_hybrid_unmatched_weight uld_crossentropy_weight
+    uld_distillation_weight uld_student_temperature uld_teacher_temperature uld_skip_student_eos
+    uld_skip_teacher_eos use_vllm vllm_mode vllm_server_base_url vllm_server_host vllm_server_port
+    vllm_server_timeout vllm_group_port vllm_gpu_memory_utilization vllm_tensor_parallel_size
+    vllm_max_model_length vllm_model_impl vllm_structured_outputs_regex vllm_sync_frequency
+    vllm_enable_sleep_mode log_completions log_completions_steps num_completions_to_print
+    wandb_log_unique_prompts teacher_model_server teacher_tag_key gkd_logits_topk sft_alpha
+    teacher_model offload_teacher_model losses warmup_steps log_interval sync_interval eval_interval
+    save_interval target_tokenizer_name hypernet optimizer baseline max_teacher_length
+    max_student_length pad_to_multiple_of eval_at_step_zero save_at_step_zero skip_lm_eval
+    output_embeddings_mode use_chat_template chat_template_mode loss_mask_mode do_cost_analysis
+    dry_run n_data_parallel n_model_parallel loss_weights loss_schedules multitask_aggregation_fn
+    binarization_temp distill_chunk_sizes alm_diff_fn distill_main_path_numerator train_model_mode
+    model_lora_rank model_lora_alpha train_embeddings tokens_to_add latents_to_align alm_mode
+    space_mask_mode tokenizer_pair_data_path tokenizer_pair_bias_threshold expand_input_ids
+    ppl_eval_data logit_mask_teacher train_mask kd_ratio kd_temperature teacher_tp_size kd_loss_fn
+    """.split()
+
+
+@pytest.mark.parametrize("name", OF_OTHERS)
+def test_a_flag_of_others_has_the_right_hint_or_none(name):
+    with pytest.raises(ValueError) as caught:
+        parse_flags(Config, [f"--{name}=1"])
+    hint = str(caught.value).partition("; ")[2]
+    expected = f"it is {FOREIGN[name]}" if name in FOREIGN else "--help lists them all"
+    assert hint == expected, caught.value
+
+
+def test_half_of_them_have_one():
+    assert sum(name in FOREIGN for name in OF_OTHERS) >= 45

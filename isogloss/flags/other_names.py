@@ -5,7 +5,8 @@ Tests: tests/test_flags.py.
 
 import json
 
-# Flags of other trainers (transformers, TRL, NeMo RL), and what does it here.
+# Flags of other trainers (transformers, TRL, NeMo RL, ms-swift, tokenkit, KDFlow), and what does it
+# here.
 FOREIGN = {
     **dict.fromkeys(("lr", "max_lr"), "--learning_rate"),
     **dict.fromkeys(("batch_size", "train_batch_size", "global_batch_size",
@@ -39,6 +40,36 @@ FOREIGN = {
     "report_to": "--wandb_project, or a monitor of the ds_config",
     "push_to_hub": "python -m isogloss.export RUN --push_to_hub OWNER/NAME",
     "alpha": "--ce_weight and --kd_weight", "lmbda": "--on_policy",
+    **dict.fromkeys(("kd_ratio", "sft_alpha", "uld_crossentropy_weight",
+                     "uld_distillation_weight", "loss_weights"), "--ce_weight and --kd_weight"),
+    **dict.fromkeys(("kd_temperature", "distill_temperature", "uld_student_temperature",
+                     "uld_teacher_temperature", "binarization_temp"), "--temperature"),
+    **dict.fromkeys(("gkd_logits_topk", "loss_top_k", "teacher_topk", "teacher_top_k"),
+                    "--teacher_output_topk"),
+    **dict.fromkeys(("teacher_model_server", "teacher_server_url", "teacher_server_base_url"),
+                    "--teacher http://HOST:PORT"),
+    **dict.fromkeys(("teacher_model", "teacher_model_path", "teacher_path"), "--teacher"),
+    **dict.fromkeys(("student_model", "student_model_path", "student_path"), "--student"),
+    "teacher_tokenizer_name_or_path": "--teacher_tokenizer",
+    "teacher_model_revision": "--teacher NAME@REVISION",
+    "teacher_tag_key": "--route_key", "offload_teacher_model": "--teacher_offload",
+    **dict.fromkeys(("teacher_load_in_4bit", "load_in_4bit", "load_teacher_in_4bit"),
+                    "--quantize nf4 of a student; a teacher is one whose files are quantized"),
+    **dict.fromkeys(("teacher_tp_size", "vllm_tensor_parallel_size",
+                     "teacher_tensor_parallel_size"), "--teacher_tp"),
+    "n_model_parallel": "--teacher_tp",
+    **dict.fromkeys(("kd_loss_fn", "kd_loss", "loss_type", "distill_loss", "losses"), "--loss"),
+    "use_uld_loss": "--loss uld", "uld_use_hybrid_loss": "--loss hybrid_uld",
+    "uld_hybrid_matched_weight": "--loss_options '{\"matched_weight\": 0.5}'",
+    **dict.fromkeys(("vllm_mode", "vllm_server_base_url"), "--writer vllm"),
+    "vllm_gpu_memory_utilization": "--writer \"... -m isogloss.vllm_writer --memory 0.3\"",
+    "vllm_enable_sleep_mode": "--writer \"... -m isogloss.vllm_writer --sleep\"",
+    "log_completions": "--rollout_log", "num_completions_to_print": "--rollout_log",
+    "seq_kd": "--data with texts of the teacher (examples/write_texts.py)",
+    "max_student_length": "--max_length", "eval_interval": "--eval_every",
+    "save_interval": "--save_every", "eval_at_step_zero": "--eval_every",
+    "ppl_eval_data": "--eval_data",
+    "train_model_mode": "--lora_r", "model_lora_alpha": "--lora_alpha",
     "max_new_tokens": "--rollout_tokens",
     "max_completion_length": "--rollout_tokens", "num_generations": "--rollouts_per_prompt",
     "use_vllm": "--writer vllm", "tensor_parallel_size": "--teacher_tp",

@@ -8,12 +8,14 @@ import difflib
 from isogloss.flags.other_names import FOREIGN
 from isogloss.flags.parse import fields_by_name
 
+NEAR = 0.8  # of a name like ours; below it a name is more often another thing
+
 
 def _nearest(name, names, aliases):
     """Return the known name most like `name`, for a letter one that begins with it, or None."""
     if len(name) == 1:
         return next((known for known in names if known.startswith(name)), None)
-    near = difflib.get_close_matches(name, [*names, *aliases], 1)
+    near = difflib.get_close_matches(name, [*names, *aliases], 1, NEAR)
     if not near:
         return None
     return aliases.get(near[0], near[0])
