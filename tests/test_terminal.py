@@ -212,3 +212,13 @@ def test_tools_show_tokens_as_text(tokens, tmp_path):
     assert "<0o" in printed and "title" in printed
     run(["-m", "isogloss.projection_tools.compare", *files, *pair, "--num_examples=999"], ROOT)
     run(["-m", "isogloss.projection_tools.cells", *pair, f"--output={files[0]}"], ROOT)
+
+
+def test_a_warning_of_ours_is_a_line_without_a_place():
+    """One of a library keeps it."""
+    place = "/x/isogloss/inputs.py"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(terminal, "PACKAGE", "/x/isogloss")
+        assert terminal._format_warning("a\x1b[2J\nb", UserWarning, place, 7) == (
+            f"warning: a{terminal.UNKNOWN}[2J b\n")
+        assert "y.py:7: UserWarning: a" in terminal._format_warning("a", UserWarning, "/y.py", 7)

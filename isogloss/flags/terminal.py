@@ -11,9 +11,11 @@ import re
 import sys
 import unicodedata
 import warnings
+from pathlib import Path
 
 UNKNOWN = "\ufffd"
 FORMAT_WARNING = warnings.formatwarning
+PACKAGE = str(Path(__file__).resolve().parents[1])  # of whose warnings no place is printed
 # What moves a cursor or sets a color, as libraries write it for terminals: it is no text.
 SEQUENCE = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]")
 
@@ -69,6 +71,8 @@ def guard_terminal():
 
 
 def _format_warning(message, category, filename, lineno, line=None):
+    if filename.startswith(PACKAGE):
+        return f"warning: {one_line(message)}\n"
     return FORMAT_WARNING(one_line(message), category, filename, lineno, line)
 
 
