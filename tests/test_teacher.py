@@ -189,7 +189,8 @@ def check_one_head_per_node(teacher):
 # four ranks.  Of what is cut by a plan see test_plans.py.
 LARGEST_FRACTION = {"replicated": 1, "zero3": 0.26, "tensor_parallel": 0.56}
 # with two groups of two ranks
-IN_TWO_GROUPS = {"tensor_parallel": ("llama", "gemma3"), "zero3": ("gpt2", "gpt_neo", "opt")}
+IN_TWO_GROUPS = {"tensor_parallel": ("llama", "gemma3", "llama4"),
+                 "zero3": ("gpt2", "gpt_neo", "opt")}
 
 
 @pytest.mark.slow
