@@ -189,7 +189,8 @@ def check_one_head_per_node(teacher):
 # four ranks.  Of what is cut by a plan see test_plans.py.
 LARGEST_FRACTION = {"replicated": 1, "zero3": 0.26, "tensor_parallel": 0.56}
 # with two groups of two ranks
-IN_TWO_GROUPS = {"tensor_parallel": ("llama", "gemma3"), "zero3": ("gpt2", "gpt_neo", "opt")}
+IN_TWO_GROUPS = {"tensor_parallel": ("llama", "gemma3", "llama4"),
+                 "zero3": ("gpt2", "gpt_neo", "opt")}
 
 
 @pytest.mark.slow
@@ -242,6 +243,11 @@ def compare_offloaded(folder):
                 logits = offloaded.read(ids, output)
             expected = stays.read(ids, output)
             assert torch.equal(logits(positions), expected(positions)), (case, output)
+        if case.engine == "tensor_parallel":
+            parameters = offloaded.runner.whole.parameters()
+            for parameter, (_, copy) in zip(parameters, offloaded.offload.host_copies, strict=True):
+                shard = parameter.to_local() if hasattr(parameter, "to_local") else parameter
+                assert shard.data_ptr() == copy.data_ptr()
 
 
 @pytest.mark.slow
@@ -329,6 +335,15 @@ QUANTIZED = AutoConfig.for_model(
 def test_engines_that_cannot_shard_a_model_are_rejected(engine, degree, config, message):
     with pytest.raises(ValueError, match=message):
         resolve_engine(engine, degree, config)
+
+
+def test_models_without_heads_or_of_their_own_code_are_left_to_zero3():
+    own_code = AutoConfig.for_model("llama")
+    own_code.auto_map = {"AutoModelForCausalLM": "modeling.Own"}
+    assert resolve_engine("auto", 2, own_code) == "tensor_parallel"
+    assert resolve_engine("auto", 2, own_code, trust_remote_code=True) == "zero3"
+    for name in ("mamba2", "rwkv", "falcon_h1"):
+        assert resolve_engine("auto", 2, AutoConfig.for_model(name)) == "zero3", name
 
 
 def test_quantized_weights_stay_whole_and_an_adapter_is_sharded_by_zero3_alone():

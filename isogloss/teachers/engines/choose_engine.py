@@ -49,11 +49,15 @@ def engine_of_shared(engine, degree, config, is_adapter=False, trust_remote_code
 def reason_against(config, degree, trust_remote_code=False):
     """Say why transformers cannot shard a config's model over `degree` ranks, or return ""."""
     name = f"{config.model_type} models"
+    text_config = config.get_text_config()
+    plans = [getattr(text_config, f"base_model_{kind}_plan", None) for kind in ("tp", "ep")]
+    if not any(plans):
+        return f"transformers has no plan to shard {name}"
+    if text_config.model_type not in EXACT:
+        return f"no test has compared {name}, cut by the plan of transformers, with whole ones"
     plan = plan_of(config, degree, trust_remote_code)
     if plan is None:
-        return f"transformers has no plan to shard {name}"
-    if config.get_text_config().model_type not in EXACT:
-        return f"no test has compared {name}, cut by the plan of transformers, with whole ones"
+        return f"{name} that bring their own code have no plan"
     if plan.whole_fraction > MOST_WHOLE:
         return (f"the plan that transformers has for {name} leaves {plan.whole_fraction:.0%} of "
                 "the weights of this one whole on every rank")

@@ -10,7 +10,6 @@ Tests: tests/test_plans.py.
 import re
 from typing import NamedTuple
 
-import torch
 from torch import nn
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 from transformers.distributed import DistributedConfig
@@ -102,13 +101,10 @@ def _attention_rules(model, degree):
     return rules, keeps_heads
 
 
-@torch.no_grad()  # else a shard would be a view of the tensor that the model has
 def local_tensors(model):
     """List the parameters of a model as this rank holds them: the shard of one that is cut."""
-    tensors = []
-    for parameter in model.parameters():
-        tensors.append(parameter.to_local() if hasattr(parameter, "to_local") else parameter)
-    return tensors
+    # `to_local` would return a view of it, whose data can be replaced without effect
+    return [getattr(parameter, "_local_tensor", parameter) for parameter in model.parameters()]
 
 
 def _can_be_cut(weight, degree):
