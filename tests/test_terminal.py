@@ -16,6 +16,7 @@ import pytest
 
 import ranks
 from isogloss import align_view
+from isogloss.flags import terminal
 from isogloss.flags.terminal import harmless, one_line
 from jobs import ds_config, write_to_file
 from text_servers import StandIn
