@@ -451,6 +451,8 @@ def _fraction_of_rank(layout, cfg, engine, shape):
     """Return the fraction of a sharded teacher's weights that a rank holds."""
     if engine == "zero3":
         return 1 / layout.ranks
+    if engine == "vllm":
+        return 1 / cfg.teacher_tp
     from isogloss.teachers.engines.plans import plan_of
 
     whole = plan_of(shape.config, cfg.teacher_tp, cfg.trust_remote_code).whole_fraction
