@@ -2,6 +2,7 @@
 
     isogloss-distill [flags of the launcher, such as --num_gpus 4] --student S --teacher T ...
     isogloss doctor    what is installed here, what is optional and missing, GPUs, compiler, disk
+    isogloss distill ...    as isogloss-distill; so with cache, export, plan, report, ...
 
 In a checkout it is `python -m isogloss.command doctor`.  The flags of the tools that import torch
 stand here, so that --help need not wait for it.
@@ -342,20 +343,28 @@ def tool(name=None, argv=None):
 # --- isogloss doctor ------------------------------------------------------------------------------
 
 
+# {command: (module, function) that reads the words of its process}
+PROGRAMS = {"distill": ("isogloss.command", "main"), "report": ("isogloss.report.__main__", "cli"),
+            "projection": ("isogloss.projection_tools.__main__", "cli")}
+
+
 def isogloss():
-    """Run `isogloss doctor` or `isogloss transfer`; other words print what there is."""
+    """Run the command that the first word names."""
     guard_terminal()
-    if sys.argv[1:] == ["doctor"]:
+    name, *words = sys.argv[1:] or [""]
+    if name == "doctor":
         print("\n".join(doctor()))
-        return
-    if sys.argv[1:2] == ["transfer"]:
-        tool("transfer", sys.argv[2:])
-        return
-    print("usage: isogloss doctor, isogloss transfer; other commands are isogloss-distill, "
-          "isogloss-cache, isogloss-export, isogloss-plan, isogloss-projection, isogloss-report, "
-          "isogloss-tasks",
-          file=sys.stderr)
-    raise SystemExit(0 if "--help" in sys.argv or "-h" in sys.argv else 2)
+    elif name in TOOLS:
+        tool(name, words)
+    elif name in PROGRAMS:
+        sys.argv = [f"isogloss-{name}", *words]
+        module, function = PROGRAMS[name]
+        getattr(import_module(module), function)()
+    else:
+        is_asked = name in ("-h", "--help")
+        print(f"usage: isogloss {'|'.join(['doctor', *PROGRAMS, *TOOLS])} [--help] ...",
+              file=sys.stdout if is_asked else sys.stderr)
+        raise SystemExit(0 if is_asked else 2)
 
 
 def doctor():

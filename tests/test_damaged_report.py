@@ -14,7 +14,7 @@ import torch
 import transformers
 
 import test_report
-from isogloss.report import __main__ as report
+from isogloss.report import page as report
 from isogloss.report.__main__ import cli
 from test_pretrained import answer_yes, custom
 

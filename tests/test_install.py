@@ -79,6 +79,32 @@ def test_one_version_everywhere():
             assert line.format(__version__) in text, (name, line)
 
 
+HELP = {
+    "distill": "--student TEXT", "cache": "--output TEXT", "report": "--png TEXT",
+    "projection": "usage: python -m projection_tools COMMAND", "plan": "RECIPE", "export": "RUN",
+    "tasks": "--tasks TEXT", "transfer": "--tokenizer TEXT", "--help": "isogloss doctor|distill|"}
+HELPED = """
+import contextlib, sys
+from isogloss.command import isogloss
+for name in sys.argv[1:]:
+    sys.argv = ["isogloss", name, "--help"]
+    with contextlib.suppress(SystemExit):
+        isogloss()
+    print(f"end of {name}")
+    assert not sys.modules.keys() & {"torch", "transformers"}, name
+"""
+
+
+def test_one_command_has_all_others_whose_help_waits_for_no_torch():
+    done = subprocess.run([sys.executable, "-c", HELPED, *HELP], cwd=ROOT, text=True,
+                          capture_output=True)
+    assert done.returncode == 0, done.stderr
+    rest = done.stdout
+    for name, line in HELP.items():
+        said, _, rest = rest.partition(f"end of {name}\n")
+        assert line in said, (name, said)
+
+
 @pytest.fixture(scope="module")
 def installed(tmp_path_factory):
     """(folder of an environment's programs, its variables): the packages of this one, and a wheel.

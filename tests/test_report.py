@@ -20,7 +20,8 @@ import ranks
 from isogloss.config import Config
 from isogloss.data.batch_types import Example
 from isogloss.integrations import Distillation
-from isogloss.report.__main__ import cli, colored
+from isogloss.report.__main__ import cli
+from isogloss.report.page import colored
 from isogloss.report.text import ReadPiece, pieces_of
 from jobs import run_distill, short_run
 

@@ -113,7 +113,7 @@ def _parent(process):
 def _is_runner(words):
     """Tell whether this is the command `deepspeed`, which starts one launcher per node."""
     names = [Path(word).name for word in words[:3]]
-    commands = {"deepspeed", "deepspeed.pt", "ds", "isogloss-distill"}
+    commands = {"deepspeed", "deepspeed.pt", "ds", "isogloss", "isogloss-distill"}
     return not commands.isdisjoint(names) or "deepspeed.launcher.runner" in words
 
 
