@@ -46,6 +46,8 @@ def announce(state, inputs, start):
     ranks = counted(dist.get_world_size(), "rank")
     tell(f"{length}, ZeRO {engine.zero_optimization_stage()} on {ranks}; metrics in "
          f"{cfg.output_dir}")
+    if state.writer:
+        tell(state.writer.intention())
     if start:
         tell(f"goes on from {state.last_checkpoint} (step {start:,})")
 
@@ -183,7 +185,15 @@ def log_evaluation(state, held_out, step, log):
     metrics = run_evaluation(state, held_out)
     log.write(step, metrics)
     first_bits = log.first_bits if step else None
-    log.say(step, summary(metrics, first_bits, [setup.name for setup in state.teachers], held_out))
+    names = [setup.name for setup in state.teachers]
+    line = summary(metrics, first_bits, names, held_out)
+    log.say(step, line + (state.writer.summary(metrics) if state.writer else ""))
+    own = metrics.get("eval/student_bits_per_byte")
+    for name in names if own and not step else ():
+        bits = metrics.get("eval/teacher_bits_per_byte" + f"/{name}" * (len(names) > 1))
+        if bits and bits > own:
+            tell(f"warning: teacher {name} is worse on the held-out rows than the student "
+                 f"({bits:#.4g} and {own:#.4g} bits per byte)")
     if state.samples:
         log.write_records("samples", step, state.samples.write())
     if state.writer and state.cfg.rollout_eval:
@@ -199,7 +209,7 @@ def summary(metrics, first_bits, teachers, sources=()):
     """
     def of(key):
         value = metrics.get(f"eval/{key}")
-        return "not known" if value is None else f"{value:.4g}"
+        return "not known" if value is None else f"{value:#.4g}"
 
     beside = []
     for name in sources if len(sources) > 1 else ():
@@ -209,7 +219,7 @@ def summary(metrics, first_bits, teachers, sources=()):
         if f"eval/teacher_bits_per_byte{suffix}" in metrics:
             beside.append(f"{called} {of(f'teacher_bits_per_byte{suffix}')}")
     if first_bits is not None:
-        beside.append(f"at the start {first_bits:.4g}")
+        beside.append(f"at the start {first_bits:#.4g}")
     line = f"{of('student_bits_per_byte')} bits per byte"
     if beside:
         line += f" ({', '.join(beside)})"

@@ -224,13 +224,18 @@ def test_a_run_says_what_it_does(models, texts, tmp_path):
     lines = said.splitlines()
     assert all(lines), said
     assert any(re.fullmatch(r"2/2 steps \[.*, loss=.*, kd=.*, tok/s=.*\]", line) for line in lines)
-    first, one, last = (f"{line['eval/student_bits_per_byte']:.4g}"
+    first, one, last = (f"{line['eval/student_bits_per_byte']:#.4g}"
                         for line in map(json.loads, (output / "metrics.jsonl").open())
                         if "eval/kd" in line)
     assert any(line.startswith(f"student {models[0]} (0.") for line in lines), said
     assert (f"1 step of 4 samples (1 x 2 x 2) = 0.2 epochs of 20, ZeRO 0 on 1 rank; "
             f"metrics in {output}") in lines, said
     assert any(line.startswith(f"step 0: {first} bits per byte (teacher ") for line in lines), said
+    # of random models either may be the better one
+    start = json.loads((output / "metrics.jsonl").read_text().splitlines()[0])
+    is_worse = start["eval/teacher_bits_per_byte"] > start["eval/student_bits_per_byte"]
+    assert is_worse == any(line.startswith("warning: teacher ") and f" and {first} bits" in line
+                           for line in lines), said
     assert f"goes on from {output / 'checkpoints' / 'step_0000001'} (step 1)" in lines
     for step, bits in ((1, one), (2, last)):
         [line] = {line for line in lines if line.startswith(f"step {step}: {bits} bits per byte (")}

@@ -315,3 +315,16 @@ def test_what_was_written_ahead_serves_the_step_that_it_was_written_for(monkeypa
     assert writer.age == age and (not asked) == bool(age)
     assert set(writer.written) == {(0, 0), (1, 0)}
     assert (set(writer.written.values()) == {"ahead"}) if age else len(asked) == 2
+
+
+def test_the_terminal_says_what_the_student_writes_and_how():
+    cfg = distill.Config(student="S", teacher="T", data="D", on_policy=0.5, rollout_tokens=384,
+                         writer="vllm")
+    writer = SimpleNamespace(cfg=cfg, elsewhere=True)
+    assert on_policy.Writer.intention(writer) == (
+        "the student writes 50% of the samples, up to 384 tokens each, by vllm")
+    metrics = {f"eval/rollout/{name}": value for name, value in (
+        ("reverse_kl_per_byte", 0.2876), ("repeated_4grams", 0.03), ("truncated", 0.12))}
+    assert on_policy.Writer.summary(writer, metrics) == (
+        ", own text 0.288 nats a byte, 3% repeated, 12% cut")
+    assert on_policy.Writer.summary(writer, {}) == ""

@@ -132,6 +132,25 @@ class Writer:
     seconds: float = 0.0
     records: list = field(default_factory=list)
 
+    # what the terminal shows
+
+    def intention(self):
+        """Say how much is written, and by what."""
+        cfg = self.cfg
+        by = f", by {cfg.writer if cfg.writer == 'vllm' else 'a process'}" if self.elsewhere else ""
+        return (f"the student writes {cfg.on_policy:.0%} of the samples, up to "
+                f"{cfg.rollout_tokens} tokens each{by}")
+
+    def summary(self, metrics):
+        """Return what the line of an evaluation says of its rollouts; "" where it wrote none."""
+        repeated = metrics.get("eval/rollout/repeated_4grams")
+        if repeated is None:
+            return ""
+        keys = [key for key in metrics if key.startswith("eval/rollout/reverse_kl_per_byte")]
+        nats = [f"{metrics[key]:#.3g} nats a byte, " for key in keys if metrics[key] is not None]
+        return (f", own text {''.join(nats)}{repeated:.0%} repeated, "
+                f"{metrics['eval/rollout/truncated']:.0%} cut")
+
     # the rollouts of a step
 
     def complete(self, drafts, step):
