@@ -29,11 +29,12 @@ unmeasured on GPUs.  docs/LOG.md has the errors measured on CPU ranks.
 
 A student's rank computes, in a step, 6 P n m operations (4 of a frozen weight; 2 more with
 checkpointing), and 2 of each weight of a teacher for its positions; of experts, those that a token
-passes.  Attention, losses and what a student writes are left out, so with --on_policy no hours are
-said.  Teachers on ranks of their own work beside them.  A step takes as long as the slower of the
-two, at a share of the peak (--mfu), if what is sent hides behind it.  A share of 0.17 is what one
-H200 reached with a student of 1.2 B weights whose teacher had twelve of Qwen3-4B's layers
-(docs/log/2026-11.md, "a GPU that waits for launches"); 989 TFLOP/s is an H100's peak in bfloat16.
+passes.  Attention, losses and what a student writes are left out, so with --on_policy and with
+servers no hours are said.  Teachers on ranks of their own work beside them.  A step takes as long
+as the slower of the two, at a share of the peak (--mfu), if what is sent hides behind it.  A share
+of 0.17 is what one H200 reached with a student of 1.2 B weights whose teacher had twelve of
+Qwen3-4B's layers (docs/log/2026-11.md, "a GPU that waits for launches"); 989 TFLOP/s is an H100's
+peak in bfloat16.
 
 What distill.py refuses of a layout is refused here too, by the same checks.  Sizes of models come
 from their config.json, or from recipes/architectures.yaml where there is none.
@@ -58,7 +59,7 @@ import yaml
 from transformers import AutoConfig
 
 from isogloss.config import Config, configs_by_teacher
-from isogloss.flags.model_names import read_model_name
+from isogloss.flags.model_names import is_address, read_model_name
 from isogloss.flags.parse import parse_flags, shipped
 from isogloss.job.layout import teacher_groups
 from isogloss.job.several.roles import Roles, check_teacher_ranks
@@ -534,8 +535,9 @@ def time_of(need, cfg, args):
 
 
 def time_line(need, cfg, args):
-    """Return the line about time; "" where some work is not counted, as what a student writes."""
-    if cfg.on_policy or cfg.epochs:
+    """Return the line about time; "" where some work is not counted: writing, or a server's."""
+    teachers = configs_by_teacher(cfg).values() if cfg.kd_weight else ()
+    if cfg.on_policy or cfg.epochs or any(is_address(its.teacher) for its in teachers):
         return ""
     seconds, speed, hours = time_of(need, cfg, args)
     return (f"{cfg.steps:,} steps of {seconds:.3g} s ({speed:,.0f} tokens a second): {hours:.3g} "

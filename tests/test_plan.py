@@ -208,6 +208,9 @@ def test_time_follows_from_operations(monkeypatch):
     assert f": {hours:.3g} hours" in time_line(need, cfg, args)
     written = replace(cfg, on_policy=0.5, join_rows=0)
     assert not time_line(need, written, args)
+    served = parse_flags(Config, [f"--config={ROOT / 'recipes/llama_3.1_70b_served.yaml'}"],
+                         file_flag="config")
+    assert not time_line(need, served, args)  # whose GPUs are not counted
     apart = plan(replace(cfg, teacher_ranks=2), 16, per_node=8)  # 12 students, 4 teachers
     assert apart.beside == pytest.approx(2 * Q * 96 * 2048 / 4)
     assert apart.operations == pytest.approx(8 * P * 96 * 2048 / 12)
