@@ -303,6 +303,9 @@ def prepare(folder, seeds, layout):
     """Make the corpus, two teachers and a fresh student per seed, unless they are cached."""
     corpus = make_once(folder / "corpus.jsonl", make_corpus)
     make_once(folder / "student_corpus.jsonl", partial(make_student_corpus, corpus))
+    # before there are threads, of which one would find what another is about to import
+    from transformers import LlamaForCausalLM, PreTrainedTokenizerFast  # noqa: F401
+
     side_by_side(partial(make_teacher, folder, layout), TEACHERS, layout)
     tokenizer = load_tokenizer(folder / "equal_teacher")
     for seed in seeds:

@@ -37,7 +37,8 @@ from recipes.tiny import prepare
 from text_servers import StandIn
 
 # What the other indented blocks begin with.
-NO_COMMANDS = "@software", "data:", "loss = ", "rho_t = ", "--writer ", "true "
+NO_COMMANDS = ("@software", "data:", "loss = ", "rho_t = ", "--writer ", "--teacher_engine ",
+               "true ")
 # What a rank of the tests has in its environment, and a program that a user starts has not.
 OF_RANKS = "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_SIZE", "MASTER_ADDR", "MASTER_PORT"
 # Pages that run each program once in a process of its own; the others share those of warm ranks.
@@ -54,6 +55,7 @@ NOT_RUN = {
     "vllm serve": "needs vLLM; test_vllm.py",
     "transformers serve": "needs transformers[serving], as vLLM does; test_vllm.py",
     "deepspeed distill.py ... --writer": "needs vLLM; test_vllm.py",
+    "deepspeed distill.py ... --teacher_engine": "needs vLLM; test_vllm.py",
     "deepspeed --hostfile": "needs several nodes; test_two_nodes.py",
     "sbatch": "needs several nodes; test_two_nodes.py",
 }
