@@ -50,7 +50,7 @@ RECIPE = {
                     num_attention_heads=6, num_key_value_heads=6, max_position_embeddings=512),
     "student": dict(hidden_size=128, intermediate_size=344, num_hidden_layers=3,
                     num_attention_heads=4, num_key_value_heads=4, max_position_embeddings=512),
-    "teacher_steps": 160,
+    "teacher_steps": 220,
     "teacher_batch": 16,
     "teacher_lr": 3e-3,
 }
