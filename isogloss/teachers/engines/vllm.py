@@ -129,7 +129,8 @@ class TeacherProcess(EngineProcess):
         self.dtype = getattr(torch, dtype)
 
     def read(self, texts, rows, num_rows):
-        """Return (num_rows, H) hidden states, valid until the next call; zeros where no text is."""
+        """Let (num_rows, H) hidden states be in `shared`, until the next call; 0 where no text is.
+        """
         if self.shared is None or len(self.shared) < num_rows:
             self._make_memory(num_rows)
         hidden = self.shared[:num_rows]
@@ -161,6 +162,7 @@ class ProcessRunner:
         process: TeacherProcess, on the first rank of the replica, else None.
         device: torch.device of this rank; max_length: of a text.
         same_ids, sequence_parallel_size: see `ModelSpec`.
+        is_apart: its ranks have nothing else to do, and are asked replica by replica.
         head: of the model.
         views: {name of shared memory: as this rank sees it}.
     """
@@ -171,6 +173,7 @@ class ProcessRunner:
     max_length: int
     same_ids: bool
     sequence_parallel_size: int
+    is_apart: bool
     head: Head
     views: dict = field(default_factory=dict)
 
@@ -210,7 +213,7 @@ class ProcessRunner:
             except EngineError as error:
                 problem = str(error)
         problem, plain = values_of_ranks([problem, plain], self.replica.group)[0]
-        if not self.same_ids:  # else ranks of other replicas may not be asked now
+        if not self.is_apart:  # whose other replicas may not be asked now
             has_failed = torch.tensor(int(bool(problem)), device=self.device)
             dist.all_reduce(has_failed, dist.ReduceOp.MAX)
             if has_failed:
@@ -263,7 +266,7 @@ def load_engine(spec):
         raise EngineError(problem)
     same_ids = spec.same_ids or spec.sequence_parallel_size % spec.degree == 0
     runner = ProcessRunner(process, replica, torch.device(spec.device), spec.max_length, same_ids,
-                          spec.sequence_parallel_size, head)
+                           spec.sequence_parallel_size, spec.same_ids, head)
     teacher = EngineTeacher(runner, head, spec, "vllm", 0, spec.degree)
     compare(teacher, expected, why_not)
     return teacher
