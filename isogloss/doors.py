@@ -86,7 +86,9 @@ DOORS: dict[str, Door] = {
     "streaming": Door("--streaming, --join_rows", "Rows that can only be read forward.",
                       ("data.stream",)),
     "chats": Door("rows that hold chats", "Chats by each model's template.",
-                  ("data.chat", "data.turns", "data.chat_rows")),
+                  ("data.chat", "data.turns")),
+    "calls": Door("an answer that calls a tool", "Its calls, by the template's own format.",
+                  ("data.calls",)),
     "tables": Door("--data of .csv, .arrow or .parquet", "Rows of tables.",
                    ("data.kinds.tables",)),
     "documents": Door("--data of a .json that is one value", "The rows of its list.",
@@ -157,6 +159,9 @@ DOORS: dict[str, Door] = {
                       ("data.rollouts", "flags.on_policy", "writing.on_policy",
                        "writing.rollout_ratio", "writing.node_writer", "writing.writer_process"),
                       lambda cfg: cfg.on_policy, prepares="writing.on_policy"),
+    "environment": Door("--environment", "What answers after each turn of the student.",
+                        ("data.episodes", "writing.episodes", "writing.environment_process",
+                         "flags.environment_options")),
     "speculation": Door("--eval_draft", "How good a draft of the teacher the student is.",
                         ("evaluation.speculation",)),
     # what a run leaves, and finds
@@ -171,7 +176,7 @@ DOORS: dict[str, Door] = {
 # two tokenizers, which spelling.py makes, are on disk from the second run on.
 TOOLS = (
     "align_dp", "spelling", "rollout", "policy_losses",
-    "data.options.term_weights", "data.options.text_keys",
+    "data.chat_rows", "data.options.term_weights", "data.options.text_keys",
     "flags.lists", "flags.tool", "job.commands.engine_process", "job.commands.kept_process",
     "job.ipc", "job.sequence_group", "job.trial", "job.several.values",
     "projection_tools.__main__", "projection_tools.save", "models.adapter_parts",

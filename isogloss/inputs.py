@@ -479,7 +479,8 @@ def open_rows(cfg, source, split, encoders):
     reader = order.ExampleReader(
         text_key, cfg.route_key, source, cfg.prompt_key, bool(cfg.completion_key), tools_key,
         open_data.filled_columns(dataset), cfg.join_rows, open_data.holds_chats(dataset, text_key),
-        cfg.teacher_prompt_key, options.drop_images, options.weight_key, labels=labels)
+        cfg.teacher_prompt_key, options.drop_images, options.weight_key, labels=labels,
+        keeps_row=bool(cfg.environment))
     if cfg.join_rows and reader.has_chats:
         raise ValueError(f"--join_rows {cfg.join_rows}: joins texts, and {text_key!r} of {source} "
                          "holds chats; leave it out")

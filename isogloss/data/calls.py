@@ -14,9 +14,13 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from isogloss.data.chat import render
+import numpy as np
+
 from isogloss.data.ends import stop_ids
-from isogloss.data.turns import MARK, QUESTION, SkippedChat
+from isogloss.doors import door
+
+MARK = "7208913564120957386412"  # digits, which no template escapes or changes; in no chat
+QUESTION = {"role": "user", "content": "a"}
 
 # in no chat, as MARK, and names that templates take for names
 NAMES = "f" + MARK, "g" + MARK
@@ -133,9 +137,10 @@ def _format_of(encoder, tools):
 def _answer(encoder, tools, content, calls):
     """Return what a template writes of an answer, as it would be written; "": nothing."""
     message = {"role": "assistant", "content": content, "tool_calls": calls}
+    chats = door("chats")
     try:
-        rendering = render([*QUESTION, message], encoder, tools)
-    except SkippedChat:
+        rendering = chats.render([QUESTION, message], encoder, tools)
+    except chats.SkippedChat:
         return ""
     for turn in rendering.turns[-1:]:
         located = rendering.located
@@ -321,6 +326,14 @@ def text_with_names(ids, encoder):
         if token is not None:
             pieces.append(encoder.tokenizer.convert_ids_to_tokens(token))
     return "".join(pieces)
+
+
+def without_names(text, encoder):
+    """Return a text of `text_with_names` without the names of control tokens."""
+    for token in np.flatnonzero(encoder.table.special):
+        name = encoder.tokenizer.convert_ids_to_tokens(int(token))
+        text = text.replace(name, "") if name else text
+    return text
 
 
 def spoken(text, encoder, tools, prompt=""):

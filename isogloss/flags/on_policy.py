@@ -3,6 +3,8 @@
 Tests: tests/test_config.py, tests/test_wrong_flags.py.
 """
 
+from isogloss.flags.parse import read_options
+
 
 def check_on_policy(cfg):
     """Raise a ValueError for flags of --on_policy that do not go together."""
@@ -29,3 +31,13 @@ def check_on_policy(cfg):
     if cfg.rollout_tokens >= cfg.max_length:
         raise ValueError(f"--rollout_tokens {cfg.rollout_tokens}: leaves no room for a prompt "
                          f"within --max_length {cfg.max_length}")
+    if cfg.environment:
+        options = read_options(cfg, "environment")
+        if options["reward_weight"] and cfg.rollouts_per_prompt < 2:
+            raise ValueError("--environment: reward_weight: a reward counts against those of other "
+                             "rollouts of its prompt; add --rollouts_per_prompt 4, say")
+        if options["reward_weight"] and (cfg.rollout_temperature, cfg.rollout_top_p) != (1, 1):
+            raise ValueError("--environment: reward_weight with --rollout_temperature "
+                             f"{cfg.rollout_temperature:g} and --rollout_top_p "
+                             f"{cfg.rollout_top_p:g}: a reward is for the student's own "
+                             "distribution; leave both at 1")

@@ -200,11 +200,13 @@ class Options:
         owner: whose options they are, for errors.
         defaults: {option: its default}, by whose type a value is read.
         check: function of all options as keywords; raises a ValueError.
+        main: the option that a word which is no object stands for; empty: none.
     """
 
     owner: str
     defaults: dict
     check: Callable = dict
+    main: str = ""
 
 
 def keywords_of(function, leave_out=()):
@@ -228,7 +230,9 @@ def read_options(config, name):
 
     options = options_for(config, name)
     text = getattr(config, name)
-    given = parse_json(f"--{name}", text, "; expected a JSON object") if text else {}
+    given = {options.main: text}
+    if not options.main or text.lstrip().startswith("{"):
+        given = parse_json(f"--{name}", text, "; expected a JSON object") if text else {}
     if not isinstance(given, dict):
         raise ValueError(f"--{name} {text}: expected a JSON object")
     values = dict(options.defaults)

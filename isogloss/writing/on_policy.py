@@ -87,9 +87,9 @@ def new_examples(drafts):
 
 
 def written_examples(examples, rollouts):
-    """Return {(source, copy): WrittenExample}."""
+    """Return {(source, copy): WrittenExample} of the Rollouts that are not None."""
     return {rollout.prompt.key: WrittenExample(rollout, example.route)
-            for example, rollout in zip(examples, rollouts)}
+            for example, rollout in zip(examples, rollouts) if rollout is not None}
 
 
 @dataclass
@@ -105,6 +105,7 @@ class Writer:
         readers: SequenceGroup of the ranks that read the same samples, or None.
         student: WholeStudent that writes, unless a process does.
         elsewhere: NodeWriter whose process writes, or None.
+        episodes: Episodes, of several turns; None: a rollout is one.
         written: {(source, copy): WrittenExample} of the current batch of rollouts.
         age: steps before the batch's first one in which it was written, 0 or 1.
         ahead: {(source, copy): WrittenExample} of the next batch, None before it is written.
@@ -124,6 +125,7 @@ class Writer:
     readers: SequenceGroup | None = None
     student: WholeStudent | None = None
     elsewhere: NodeWriter | None = None
+    episodes: object = None
     written: dict = field(default_factory=dict)
     age: int = 0
     ahead: dict | None = None
@@ -200,7 +202,8 @@ class Writer:
         if self.begun is None:
             return
         (examples, shard), self.begun = self.begun, None
-        rollouts = self._completed(shard, self.elsewhere.finish(), len(examples))
+        first = self.elsewhere.finish()
+        rollouts = self._completed(shard, len(examples), first, self.elsewhere.more)
         self.ahead = written_examples(examples, rollouts)
 
     def _to_be_moved(self, batch):
@@ -237,52 +240,66 @@ class Writer:
         Args:
             purpose: first counter of the noise, TRAINING or HELD_OUT.
         """
-        shard, starts = self._starts(prompts, purpose)
         if self.elsewhere:
             self.finish()  # it answers in the order in which it is asked
+        shard, starts = self._starts(prompts, purpose)
+        if self.elsewhere:
             self.elsewhere.begin(starts)
-            return self._completed(shard, self.elsewhere.finish(), len(prompts))
+            return self._completed(shard, len(prompts), self.elsewhere.finish(),
+                                   self.elsewhere.more)
         with self.student.model() as (model, agree):
-            completions = write(
-                model, starts, stop_ids(self.encoder), len(self.encoder.table),
-                temperature=self.cfg.rollout_temperature, top_p=self.cfg.rollout_top_p,
-                batch_size=self.cfg.rollout_batch, pad_id=max(self.encoder.table.pad, 0),
-                agree=agree, equal_lengths=self.student.equal_lengths)
-        return self._completed(shard, completions, len(prompts))
+            def write_them(starts):
+                return write(
+                    model, starts, stop_ids(self.encoder), len(self.encoder.table),
+                    temperature=self.cfg.rollout_temperature, top_p=self.cfg.rollout_top_p,
+                    batch_size=self.cfg.rollout_batch, pad_id=max(self.encoder.table.pad, 0),
+                    agree=agree, equal_lengths=self.student.equal_lengths)
+
+            return self._completed(shard, len(prompts), write_them(starts), write_them)
 
     def _starts(self, prompts, purpose):
-        """Return (RolloutPrompts, Prompts) of this rank's share of its readers' work."""
+        """Return (RolloutPrompts, Prompts) of this rank's share of its readers' work.
+
+        With an environment all ranks take part, and there may be fewer Prompts.
+        """
         group = self.readers
         shard = prompts[group.rank :: group.size] if group else prompts
         starts = []
         for prompt in shard:
             key = self.cfg.seed, purpose, *prompt.key
             starts.append(Prompt(prompt.ids, key, prompt.max_new_tokens))
-        return shard, starts
+        return shard, self.episodes.begin(shard, starts) if self.episodes else starts
 
-    def _completed(self, shard, completions, num_prompts):
-        """Return the Rollouts of all ranks that read the same samples."""
-        written = []
-        for prompt, completion in zip(shard, completions):
-            written.append(completed(prompt, completion, self.encoder))
+    def _completed(self, shard, num_prompts, completions, write_more):
+        """Return the Rollouts of all ranks that read the same samples; all ranks take part.
+
+        Args:
+            completions: of the Prompts of `_starts`.
+            write_more: what writes further turns, Prompts -> Completions; all ranks take part.
+        """
+        if self.episodes:
+            written = self.episodes.run(completions, write_more)
+        else:
+            written = [completed(*both, self.encoder) for both in zip(shard, completions)]
         group = self.readers
         if not group:
             return written
-        plain = [rollout.to_plain() for rollout in written]
+        plain = [rollout and rollout.to_plain() for rollout in written]
         rollouts = [None] * num_prompts
         for rank, of_rank in enumerate(values_of_ranks(plain, group.group)):
-            rollouts[rank :: group.size] = [Rollout.from_plain(entry) for entry in of_rank]
+            rollouts[rank :: group.size] = [
+                entry and Rollout.from_plain(entry) for entry in of_rank]
         return rollouts
 
     def end_when(self, asked_to_end):
         """Wait for a process that writes only until asked_to_end() is true."""
-        if self.elsewhere:
-            self.elsewhere.end_when(asked_to_end)
+        for process in filter(None, (self.elsewhere, self.episodes)):
+            process.end_when(asked_to_end)
 
     def close(self):
-        """End the process that writes, if there is one."""
-        if self.elsewhere:
-            self.elsewhere.close()
+        """End the processes that write and that answer, if there are some."""
+        for process in filter(None, (self.elsewhere, self.episodes)):
+            process.close()
 
     def has_other_weights(self):
         """Tell whether what writes is not the student itself."""
@@ -454,7 +471,7 @@ class Writer:
         prompts = [example.content for example in examples]
         for example, rollout in zip(examples, self.rollouts(prompts, HELD_OUT)):
             finished.append(Example(rollout, example.route))
-            if self._counts_samples():
+            if self._counts_samples() and rollout:
                 sums.samples += 1
                 sums.add(rollout)
         # rounded up: every rank takes part in what its teachers compute
@@ -538,11 +555,12 @@ class RolloutSums(Sums):
 
     def add(self, rollout):
         """Count a Rollout."""
+        size = int(rollout.is_written.sum())
         self.rollouts += 1
-        self.tokens += len(rollout.ids)
+        self.tokens += size
         self.num_bytes += len(rollout.text.encode())
         self.truncated += not rollout.ended
-        self.entropy += rollout.entropy * len(rollout.ids)
+        self.entropy += rollout.entropy * size
         self.repeated += rollout.repeated
         self.noncanonical += not rollout.is_canonical
 
@@ -567,14 +585,18 @@ def record_of(rollout, teacher_nats):
         teacher_nats: {name: -log q of the aligned tokens}.
     """
     num_bytes = max(len(rollout.text.encode()), 1)
+    turns = {}
+    if rollout.turns:
+        turns = {"messages": rollout.messages, "episode": rollout.episode,
+                 "turns": [turn[:2] for turn in rollout.turns]}
     per_byte = {name: nats / num_bytes for name, nats in teacher_nats.items()}
     return {
         "copy": rollout.prompt.key[1], "prompt": rollout.prompt.text,
         "text": rollout.text, "ids": rollout.ids.tolist(), "ended": rollout.ended,
         "temperature": rollout.temperature, "top_p": rollout.top_p,
-        "student_nats_per_byte": -float(rollout.logp.sum()) / num_bytes,
+        "student_nats_per_byte": -float(np.nansum(rollout.logp)) / num_bytes,
         "teacher_nats_per_byte": per_byte,
-    }
+    } | turns
 
 
 @dataclass
@@ -635,10 +657,15 @@ def load_writer(state, inputs):
     elsewhere = None
     if cfg.writer_command:
         elsewhere = NodeWriter(cfg, state.engine, inputs.student, state.device)
+    episodes = None
+    if cfg.environment:
+        from isogloss.writing.episodes import load_episodes
+
+        episodes = load_episodes(cfg, inputs.student)
     return Writer(
         cfg, state.student, inputs.student, inputs.collator(cfg, state.device), prompter,
         inputs.data.held_out(cfg.rollout_eval), state.device, readers,
-        None if elsewhere else state.whole_student, elsewhere)
+        None if elsewhere else state.whole_student, elsewhere, episodes)
 
 
 def check_writing(writer):
@@ -648,4 +675,6 @@ def check_writing(writer):
     nowhere = np.full(1, -1)
     located = Located(nowhere, nowhere, np.zeros(1, np.int8))
     prompt = RolloutPrompt((0, 0), ids, "", located, None, 2)
+    episodes, writer.episodes = writer.episodes, None  # it is no chat
     writer.rollouts([prompt], HELD_OUT)
+    writer.episodes = episodes
