@@ -161,7 +161,8 @@ DOORS: dict[str, Door] = {
                       lambda cfg: cfg.on_policy, prepares="writing.on_policy"),
     "environment": Door("--environment", "What answers after each turn of the student.",
                         ("data.episodes", "writing.episodes", "writing.environment_process",
-                         "flags.environment_options")),
+                         "flags.environment_options"), lambda cfg: cfg.environment,
+                        checks="writing.episodes"),
     "speculation": Door("--eval_draft", "How good a draft of the teacher the student is.",
                         ("evaluation.speculation",)),
     # what a run leaves, and finds

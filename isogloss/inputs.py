@@ -459,8 +459,9 @@ def open_rows(cfg, source, split, encoders):
     plain_keys.pop("", None)
     dataset = open_data.load_dataset(source, text_key, split, cfg.streaming, plain_keys=plain_keys,
                                      json_keys=(cfg.prompt_key,) if cfg.prompt_key else (),
-                                     optional_keys=tuple(filter(None, [options.tools_key,
-                                                                       cfg.teacher_prompt_key])),
+                                     optional_keys=tuple(filter(None, [
+                                         options.tools_key, cfg.teacher_prompt_key,
+                                         cfg.environment and open_data.ALL])),
                                      txt_samples=options.txt_samples)
     columns = open_data.column_names(dataset)
     labels = ()

@@ -1,6 +1,6 @@
 """Run an environment for a rank: python -m isogloss.environments, lines of JSON in and out.
 
-    {"do": "load", "function": "package.module:name", "seconds": 30, "mib": 1024}
+    {"do": "load", "function": "package.module:name", "limits": [seconds, mib]}
                                                   -> {"done": name, "begins": false}
     {"do": "ask", "episodes": [{"key": 7, "do": "turn", "row": {}, "seed": 3, "messages": [...],
                                 "tools": [...]}, ...]}         -> {"answers": [{...}, ...]}
@@ -241,10 +241,9 @@ class Server:
         self.private = private
         self.open = {}
 
-    def load(self, function, seconds, mib):
+    def load(self, function, limits):
         self.make = load(function)
-        self.seconds = seconds
-        self.mib = mib
+        self.seconds, self.mib = limits
         return {"done": function, "begins": hasattr(self.make, "begin")}
 
     def ask(self, episodes):

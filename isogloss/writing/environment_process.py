@@ -27,7 +27,7 @@ class EnvironmentProcess(EngineProcess):
         self.command = options["function"]
         self.seconds = options["seconds"]
         response = self.ask(LOADING_SECONDS, do="load", function=options["function"],
-                            seconds=options["seconds"], mib=options["mib"])
+                            limits=[options["seconds"], options["mib"]])
         self.begins = response["begins"]
 
     def answers(self, questions):

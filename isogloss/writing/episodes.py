@@ -139,15 +139,19 @@ class Episodes:
         self.process.close()
 
 
-def load_episodes(cfg, encoder):
-    """Start the environment of this rank.
+def check(cfg, layout):
+    """Raise a ValueError where the environment does not load."""
+    start(cfg).close()
 
-    Raises:
-        ValueError: it does not load.
-    """
-    options = read_options(cfg, "environment")
+
+def start(cfg):
+    """Return the EnvironmentProcess of a run."""
     try:
-        process = EnvironmentProcess(options)
+        return EnvironmentProcess(read_options(cfg, "environment"))
     except EngineError as error:
         raise ValueError(str(error)) from None
-    return Episodes(cfg, encoder, options, process)
+
+
+def load_episodes(cfg, encoder):
+    """Return the Episodes of this rank."""
+    return Episodes(cfg, encoder, read_options(cfg, "environment"), start(cfg))
