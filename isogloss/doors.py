@@ -163,6 +163,8 @@ DOORS: dict[str, Door] = {
                         ("data.episodes", "writing.episodes", "writing.environment_process",
                          "flags.environment_options"), lambda cfg: cfg.environment,
                         checks="writing.episodes"),
+    "reward": Door("reward_weight of --environment", "What is rewarded becomes likelier.",
+                   ("writing.reward",)),
     "speculation": Door("--eval_draft", "How good a draft of the teacher the student is.",
                         ("evaluation.speculation",)),
     # what a run leaves, and finds

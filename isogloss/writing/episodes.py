@@ -19,6 +19,7 @@ from isogloss.rollout import hash_counters
 from isogloss.writing.environment_process import EnvironmentProcess
 
 SEED_BITS = 31
+MOST_FAILED = 32  # episodes one after the other
 
 
 @dataclass
@@ -29,6 +30,8 @@ class Episodes:
         options: of --environment.
         process: EnvironmentProcess of this rank.
         open: (Episode, the Prompt that it begins with) of those that are written.
+        failed: episodes of the latest batch on this rank that are left out.
+        failed_in_a_row: of all ranks, with none in between that was not left out.
     """
 
     cfg: object
@@ -36,6 +39,8 @@ class Episodes:
     options: dict
     process: EnvironmentProcess
     open: list = field(default_factory=list)
+    failed: int = 0
+    failed_in_a_row: int = 0
 
     def begin(self, prompts, starts):
         """Begin an episode for each prompt; return the `rollout.Prompt`s of their first turns.
@@ -72,15 +77,31 @@ class Episodes:
             if not any(values_of_ranks(bool(self._going()))):
                 break
         self._together(self.process.end_episodes)
-        rollouts = []
-        for episode, _ in self.open:
-            problem = episode.outcome["error"]
-            if problem:
-                warnings.warn(one_line(f"--environment {self.options['function']} {problem}; such "
-                                       "episodes are left out"), stacklevel=2)
-            rollouts.append(episode.rollout(self.cfg.rollout_temperature, self.cfg.rollout_top_p))
+        self._count_failed()
+        cfg = self.cfg
+        rollouts = [episode.rollout(cfg.rollout_temperature, cfg.rollout_top_p)
+                    for episode, _ in self.open]
         self.open = []
         return rollouts
+
+    def _count_failed(self):
+        """Warn of episodes that are left out; all ranks take part.
+
+        Raises:
+            EngineError: too many are, one after the other.
+        """
+        name = f"--environment {self.options['function']}"
+        problems = [episode.outcome["error"] for episode, _ in self.open]
+        self.failed = sum(map(bool, problems))
+        for problem in filter(None, problems):
+            warnings.warn(one_line(f"{name}: {problem}; such episodes are left out"), stacklevel=2)
+        of_ranks = values_of_ranks((len(problems), self.failed, next(filter(None, problems), "")))
+        total, failed = (sum(of_rank[i] for of_rank in of_ranks) for i in range(2))
+        self.failed_in_a_row = self.failed_in_a_row + failed if failed == total else 0
+        if self.failed_in_a_row >= MOST_FAILED:
+            problem = next(of_rank[2] for of_rank in of_ranks if of_rank[2])
+            raise EngineError(one_line(f"{name}: {self.failed_in_a_row} episodes in a row have "
+                                       f"failed: {problem}"))
 
     def _going(self):
         return [(episode, start) for episode, start in self.open if not episode.is_over]

@@ -34,6 +34,7 @@ from isogloss.data.rollouts import (
 )
 from isogloss.data.sample import TextEncoder
 from isogloss.data.workers import in_pinned_memory
+from isogloss.doors import door
 from isogloss.errors import EngineError, EngineStopped
 from isogloss.job.columns import to_device
 from isogloss.job.counts import Counts, PairCounts, Sums, global_sums, mean_of
@@ -134,6 +135,10 @@ class Writer:
     seconds: float = 0.0
     records: list = field(default_factory=list)
 
+    @property
+    def reward_weight(self):
+        return self.episodes.options["reward_weight"] if self.episodes else 0.0
+
     # what the terminal shows
 
     def intention(self):
@@ -220,6 +225,9 @@ class Writer:
             rollouts = self.rollouts([example.content for example in examples], TRAINING)
             self.ahead = written_examples(examples, rollouts)
         self.written, self.ahead = self.ahead, None
+        if self.reward_weight:
+            rollouts = [example.rollout for example in self.written.values()]
+            door("reward").give_advantages(rollouts, self._counts_samples())
 
     def _lacks_any(self, examples):
         """Tell whether some rank misses a rollout in what was written ahead."""
@@ -368,6 +376,8 @@ class Writer:
             for number, part in enumerate(of_batch):
                 if part.rollout_nats is not None:
                     sums.teacher_nats[number] += float(part.rollout_nats.sum())
+        if self.episodes and batches[0].rollout_age == self.age:
+            sums.failed_episodes = self.episodes.failed
         for batch in batches if self._counts_samples() else []:
             sums.samples += len(batch.sample_ids)
             sums.skipped_prompts += batch.skipped_prompts
@@ -550,6 +560,13 @@ class RolloutSums(Sums):
     entropy: float = 0.0
     repeated: float = 0.0
     noncanonical: float = 0
+    turns: float = 0
+    calls: float = 0
+    invalid_calls: float = 0
+    finished: float = 0
+    rewarded: float = 0
+    reward: float = 0.0
+    failed_episodes: float = 0
     seconds: float = 0.0
     teacher_nats: list = field(default_factory=list)
 
@@ -563,10 +580,27 @@ class RolloutSums(Sums):
         self.entropy += rollout.entropy * size
         self.repeated += rollout.repeated
         self.noncanonical += not rollout.is_canonical
+        if rollout.episode:
+            self.turns += rollout.episode["turns"]
+            self.calls += rollout.episode["calls"]
+            self.invalid_calls += rollout.episode["invalid_calls"]
+            self.finished += rollout.episode["ended"]
+            self.rewarded += rollout.episode["reward"] is not None
+            self.reward += rollout.episode["reward"] or 0.0
 
     def metrics(self):
         """Return the metrics, see docs/evaluate.md."""
-        return {
+        of_episodes = {}
+        if self.turns or self.failed_episodes:
+            of_episodes = {
+                "turns": mean_of(self.turns, self.rollouts),
+                "calls": mean_of(self.calls, self.rollouts),
+                "invalid_calls": mean_of(self.invalid_calls, self.calls + self.invalid_calls),
+                "finished": mean_of(self.finished, self.rollouts),
+                "reward": mean_of(self.reward, self.rewarded),
+                "failed_episodes": int(self.failed_episodes),
+            }
+        return of_episodes | {
             "share": mean_of(self.rollouts, self.samples),
             "skipped_prompts": int(self.skipped_prompts),
             "tokens": int(self.tokens),
@@ -618,10 +652,19 @@ class RolloutHook:
             EngineError: what writes has other weights than the student.
         """
         state = self.state
+        logps = None
         if micro_batches[0].rollout_age:
+            logps = [current_logp(state.cfg, state.student, batch.student)
+                     for batch in micro_batches]
             self.metrics = weigh_by_ratio(
-                state.cfg, state.student, micro_batches, state.sequence_group)
-            return
+                state.cfg, state.student, micro_batches, state.sequence_group, logps)
+        else:
+            self._check_weights(micro_batches)
+        if state.writer.reward_weight:
+            door("reward").weigh_policy(state, micro_batches, logps, state.writer.reward_weight)
+
+    def _check_weights(self, micro_batches):
+        state = self.state
         self.metrics = {}
         if state.writer.has_other_weights():
             self.metrics = state.writer.gap(micro_batches)
