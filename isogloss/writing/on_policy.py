@@ -484,6 +484,7 @@ class Writer:
             if self._counts_samples() and rollout:
                 sums.samples += 1
                 sums.add(rollout)
+        sums.failed_episodes = self.episodes.failed if self.episodes else 0
         # rounded up: every rank takes part in what its teachers compute
         per_rank = -(-num_rows // num_readers)
         finished += [Example(None)] * (-(-per_rank // micro_batch_size) * micro_batch_size
