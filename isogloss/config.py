@@ -60,7 +60,7 @@ def options_of_tasks(_):
 
 def options_of_environment(_):
     """Return the Options of --environment."""
-    from isogloss.flags.environment_options import EnvironmentOptions
+    from isogloss.flags.on_policy import EnvironmentOptions
 
     return Options("an environment", keywords_of(EnvironmentOptions), EnvironmentOptions,
                    "function")
@@ -290,9 +290,9 @@ class OnPolicyFlags:
         1, "steps that the weights with which such a process writes may be old, 0 or 1. 1: it "
         "writes for the next step while this one trains.", low=0, high=1)
     environment: str = flag(
-        "", "what answers after each turn of the student in a chat, and may reward it: calculator, "
-        "python, package.module:function or file.py:function, or a JSON object with function, "
-        "max_turns, reward_weight, seconds and mib. See docs/on_policy.md.", options=options_of_environment)
+        "", "what answers each turn of the student in a chat, and may reward it: calculator, "
+        "python, package.module:function or file.py:function, or a JSON object of function, "
+        "max_turns, reward_weight, seconds, mib.", options=options_of_environment)
     rollout_log: int = flag(
         1, "rollouts of a step that rollouts.jsonl keeps.", low=0, high=2**20, free=True)
     rollout_eval: int = flag(

@@ -6,8 +6,8 @@ import torch
 from conftest import SHAPE
 from isogloss import demo
 from isogloss.data.batch_types import Example
-from isogloss.data.episodes import Episode
 from isogloss.data.rollouts import Prompter
+from isogloss.environments.episode import Episode
 from isogloss.rollout import Completion
 from template_shapes import ENDS, MARKS, SHAPES
 

@@ -5,10 +5,10 @@ import copy
 import pytest
 
 from isogloss.align import TokenTable
-from isogloss.data.calls import call_of, spoken, text_with_names
 from isogloss.data.chat import render
 from isogloss.data.sample import TextEncoder
 from isogloss.data.turns import SkippedChat
+from isogloss.environments.calls import call_of, spoken, text_with_names
 from template_shapes import ENDS, MARKS, SHAPES
 
 TOOLS = [

@@ -2,16 +2,17 @@
 
 import json
 import os
+import re
 from pathlib import Path
 
 import pytest
 
 from isogloss.environments import __main__ as server
 from isogloss.environments.calculator import calculator, computed
+from isogloss.environments.process import EnvironmentProcess
 from isogloss.environments.python import python
 from isogloss.errors import EngineError
 from isogloss.evaluation import sandbox
-from isogloss.writing.environment_process import EnvironmentProcess
 from wrong_environments import FAULTS
 
 FILE = Path(__file__).with_name("wrong_environments.py")
@@ -107,9 +108,9 @@ def test_an_episode_is_an_object_of_its_own_with_its_seed():
     ("/no/such/file.py:f", "FileNotFoundError"),
 ])
 def test_an_environment_that_does_not_load_is_told_in_a_line(name, line):
-    with pytest.raises(ValueError, match=".") as caught:
+    with pytest.raises(ValueError, match=re.escape(line)) as caught:
         server.load(name)
-    assert line in str(caught.value) and "\n" not in str(caught.value)
+    assert "\n" not in str(caught.value)
 
 
 def test_a_process_that_is_killed_is_an_error_in_a_line():

@@ -11,10 +11,10 @@ import ranks
 from isogloss import distill
 from isogloss.data.batch_types import Example
 from isogloss.data.rollouts import TRAINING
+from isogloss.environments.reward import give_advantages, weigh_policy
 from isogloss.policy_losses import advantages, policy_pull
 from isogloss.student.whole_student import WholeStudent
 from isogloss.writing.on_policy import load_writer
-from isogloss.writing.reward import give_advantages, weigh_policy
 from isogloss.writing.rollout_ratio import current_logp
 from jobs import ds_config, job_for
 from test_rollout_ratio import COPIES, PLACES, PROMPT, probabilities, write_toy

@@ -26,7 +26,7 @@ NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
 WRITTEN = re.compile(r"<<([^<>]*)>>\s*$")
 
 
-class calculator:  # noqa: N801  as --environment names it
+class calculator:
     """Answer the assistant until it answers the question."""
 
     def __init__(self, row):

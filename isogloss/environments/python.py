@@ -1,8 +1,8 @@
 """Programs that have to pass tests, in a sandbox without network and files.
 
 A row has `messages`, which end in the task, and `tests`: Python lines that follow the program and
-raise where it is wrong.  The assistant calls the tool, or writes a block ```python ... ```; what the
-program and the tests print comes back until they pass.
+raise where it is wrong.  The assistant calls the tool, or writes a block ```python ... ```; what
+the program and the tests print comes back until they pass.
 
 Tests: tests/test_environments.py.
 """
@@ -30,7 +30,7 @@ except BaseException:
 """
 
 
-class python:  # noqa: N801  as --environment names it
+class python:
     """Answer the assistant until its program passes."""
 
     def __init__(self, row):

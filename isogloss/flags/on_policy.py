@@ -1,9 +1,11 @@
-"""Check the flags of what the student writes (--on_policy).
+"""Check the flags of what the student writes (--on_policy), and what --environment says.
 
 Tests: tests/test_config.py, tests/test_wrong_flags.py.
 """
 
-from isogloss.flags.parse import read_options
+from dataclasses import dataclass
+
+from isogloss.flags.parse import check_flags, flag, read_options
 
 
 def check_on_policy(cfg):
@@ -41,3 +43,21 @@ def check_on_policy(cfg):
                              f"{cfg.rollout_temperature:g} and --rollout_top_p "
                              f"{cfg.rollout_top_p:g}: a reward is for the student's own "
                              "distribution; leave both at 1")
+
+
+@dataclass(kw_only=True)
+class EnvironmentOptions:
+    """State what answers the student, and how."""
+
+    function: str = flag("", "calculator, python, package.module:function or file.py:function.")
+    max_turns: int = flag(8, "turns of the student in an episode, at most.", low=1, high=1000)
+    reward_weight: float = flag(
+        0.0, "of the reward beside the loss. 0: it is logged alone.", low=0, high=1e6)
+    seconds: float = flag(30.0, "for an answer.", low=0.01, high=800)
+    mib: int = flag(1024, "of memory for an episode.", low=16, high=2**20)
+
+    def __post_init__(self):
+        check_flags(self)
+        if not self.function.strip():
+            raise ValueError("function: is empty; expected calculator, python, "
+                             "package.module:function or file.py:function")

@@ -88,8 +88,8 @@ class Part:
             agreed = agreement.count if self.is_observed else zero
         rollout_kd = kd.detach() if sub_tile.on_policy else zero
         if sub_tile.policy is not None:
-            labels = sub_tile.student_labels
-            kd = kd + door("reward").policy_pull(student, labels, sub_tile.policy / self.weight)
+            kd = kd + door("environment").policy_pull(
+                student, sub_tile.student_labels, sub_tile.policy / self.weight)
         return torch.stack(TermSums(ce, kd, rollout_kd, correct, agreed))
 
     def tile_gradient(self, student, teacher, sub_tile, factors):

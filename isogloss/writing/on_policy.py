@@ -227,7 +227,7 @@ class Writer:
         self.written, self.ahead = self.ahead, None
         if self.reward_weight:
             rollouts = [example.rollout for example in self.written.values()]
-            door("reward").give_advantages(rollouts, self._counts_samples())
+            door("environment").give_advantages(rollouts, self._counts_samples())
 
     def _lacks_any(self, examples):
         """Tell whether some rank misses a rollout in what was written ahead."""
@@ -507,6 +507,7 @@ def evaluate_rollouts(writer, setups):
     seconds = time.perf_counter() - begin
     counts = [PairCounts() for _ in setups]
     sums.teacher_nats = [0.0] * len(setups)
+    by_turn = {}
     nats_of_batches = []
     for batch in batches:
         batch = to_device(batch, writer.device)
@@ -518,6 +519,9 @@ def evaluate_rollouts(writer, setups):
             if teacher_batch.rollout_positions is not None:
                 nats_B = rollout_nats(logits, teacher_batch)
                 sums.teacher_nats[number] += float(nats_B.sum())
+                if writer.episodes and writer.readers is None:
+                    by_turn[number] = by_turn.get(number, 0) + door("environment").nats_by_turn(
+                        logits, teacher_batch, batch.student)
             nats_of_batches[-1].append(nats_B)
             counts[number].rollout_nats += batch.counts.pairs[number].rollout_nats
             counts[number].rollout_bytes += batch.counts.pairs[number].rollout_bytes
@@ -528,6 +532,8 @@ def evaluate_rollouts(writer, setups):
     names = [setup.name for setup in setups]
     writer.records = writer.first_records(batches, nats_of_batches, names, held_out=True)
     metrics |= compared(sums, whole.pairs, names)
+    if writer.episodes and writer.readers is None:
+        metrics |= door("environment").compared_by_turn(by_turn, names)
     return {f"rollout/{name}": value for name, value in metrics.items()}
 
 
@@ -661,8 +667,9 @@ class RolloutHook:
                 state.cfg, state.student, micro_batches, state.sequence_group, logps)
         else:
             self._check_weights(micro_batches)
-        if state.writer.reward_weight:
-            door("reward").weigh_policy(state, micro_batches, logps, state.writer.reward_weight)
+        weight = state.writer.reward_weight
+        if weight:
+            door("environment").weigh_policy(state, micro_batches, logps, weight)
 
     def _check_weights(self, micro_batches):
         state = self.state
@@ -703,9 +710,7 @@ def load_writer(state, inputs):
         elsewhere = NodeWriter(cfg, state.engine, inputs.student, state.device)
     episodes = None
     if cfg.environment:
-        from isogloss.writing.episodes import load_episodes
-
-        episodes = load_episodes(cfg, inputs.student)
+        episodes = door("environment").load_episodes(cfg, inputs.student)
     return Writer(
         cfg, state.student, inputs.student, inputs.collator(cfg, state.device), prompter,
         inputs.data.held_out(cfg.rollout_eval), state.device, readers,

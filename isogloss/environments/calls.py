@@ -12,6 +12,7 @@ import re
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -158,21 +159,25 @@ def _json_with_name(text, called, tools):
             lambda part: part == called, lambda part: _object(part) == dict(zip(KEYS, VALUES)))]
         if None in paths or not isinstance(item, dict):
             continue
-        kind = type(value)
-
-        def read(text, place, ends):
-            value, end = _decoded(text, place)
-            if not isinstance(value, kind):
-                raise NoCall("is no JSON" if value is None else
-                             f"is no {'list' if kind is list else 'object'}")
-            calls = []
-            for item in value if kind is list else [value]:
-                name, arguments = (_at(item, path) for path in paths)
-                calls.append(_checked(name, _object(arguments)))
-            return calls, end
-
-        return found.start(), end, read
+        return found.start(), end, partial(_read_json, type(value), paths)
     return None
+
+
+def _read_json(kind, paths, text, place, ends):
+    """Read calls that are JSON; see `CallFormat.read`.
+
+    Args:
+        kind: list or dict; paths: keys that lead to a call's name and to its arguments.
+    """
+    value, end = _decoded(text, place)
+    if not isinstance(value, kind):
+        raise NoCall("is no JSON" if value is None else
+                     f"is no {'list' if kind is list else 'object'}")
+    calls = []
+    for item in value if kind is list else [value]:
+        name, arguments = (_at(item, path) for path in paths)
+        calls.append(_checked(name, _object(arguments)))
+    return calls, end
 
 
 def _json_behind_name(text, called, tools):

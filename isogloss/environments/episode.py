@@ -9,6 +9,7 @@ import numpy as np
 
 from isogloss.data.ends import stop_ids
 from isogloss.doors import door
+from isogloss.environments import calls
 
 
 def heard(messages, number, encoder, tools):
@@ -34,7 +35,7 @@ def heard(messages, number, encoder, tools):
     if not turns or data[: turns[-1].end] != rendering.data[: turns[-1].end]:
         raise skipped("the chat template writes an answer otherwise once another one follows")
     first = int(np.searchsorted(np.maximum.accumulate(located.begin), turns[-1].end))
-    first += int(first < len(ids) and ids[first] in stop_ids(encoder))  # which the student has written
+    first += int(first < len(ids) and ids[first] in stop_ids(encoder))  # which is written already
     return ids[first:], whole
 
 
@@ -111,7 +112,6 @@ class Episode:
     def add(self, completion, encoder):
         """Add what the student wrote; return the message as an environment reads it."""
         rollouts = door("on_policy")
-        calls = door("calls")
         prompt = replace(self.prompt, text=self.whole, ids=self.ids)
         written = rollouts.completed(prompt, completion, encoder)
         first = len(prompt.ids) - len(self.prompt.ids)
@@ -144,7 +144,7 @@ class Episode:
         """Add what an environment said, up to where the student speaks again.
 
         Args:
-            answer: see `environment_process.checked`; is_last: no turn may follow.
+            answer: see `process.checked`; is_last: no turn may follow.
         """
         outcome = self.outcome
         if "error" in answer:

@@ -10,13 +10,18 @@ import json
 import warnings
 from dataclasses import dataclass, field, replace
 
-from isogloss.data.episodes import Episode
+from isogloss.environments.by_turn import compared_by_turn, nats_by_turn
+from isogloss.environments.episode import Episode, heard_by
+from isogloss.environments.process import EnvironmentProcess
+from isogloss.environments.reward import give_advantages, policy_pull, weigh_policy
 from isogloss.errors import EngineError, EngineStopped
 from isogloss.flags.parse import read_options
 from isogloss.flags.terminal import one_line
 from isogloss.job.rendezvous import values_of_ranks
 from isogloss.rollout import hash_counters
-from isogloss.writing.environment_process import EnvironmentProcess
+
+__all__ = ["Episodes", "check", "compared_by_turn", "give_advantages", "heard_by", "load_episodes",
+           "nats_by_turn", "policy_pull", "weigh_policy"]
 
 SEED_BITS = 31
 MOST_FAILED = 32  # episodes one after the other

@@ -6,7 +6,7 @@ Tests: tests/test_environments.py.
 import shlex
 import sys
 
-from isogloss.data.chat_rows import as_messages, as_tools, problem_of_chat, problem_of_tools
+from isogloss.doors import door
 from isogloss.job.commands.engine_process import LOADING_SECONDS, EngineProcess
 
 ROLES = "tool", "user", "system"  # for which an environment speaks
@@ -53,12 +53,10 @@ def checked(answer):
     """Return an answer with messages that chats may hold, or {"error": why it is none}."""
     if "error" in answer:
         return answer
-    messages = answer.get("messages") or []
-    problem = None if isinstance(messages, list) else f": messages are {messages!r:.40}"
-    problem = problem or problem_of_chat(messages) or problem_of_tools(answer.get("tools"))
-    if problem:
-        return {"error": f"answers{problem}"}
-    messages = as_messages(messages)
+    try:
+        messages, tools = door("chats").read_answer(answer.get("messages"), answer.get("tools"))
+    except ValueError as error:
+        return {"error": f"answers{error}"}
     for message in messages:
         if message["role"] not in ROLES:
             return {"error": f"speaks for {message['role']!r:.40}; expected one of "
@@ -66,4 +64,4 @@ def checked(answer):
     if not messages and "messages" in answer and not answer.get("ended"):
         return {"error": "answers no message, and not that the episode ends"}
     ended = bool(answer.get("ended", not messages))
-    return answer | {"messages": messages, "ended": ended, "tools": as_tools(answer.get("tools"))}
+    return answer | {"messages": messages, "ended": ended, "tools": tools}
