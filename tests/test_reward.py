@@ -10,7 +10,7 @@ import torch
 import ranks
 from isogloss import distill
 from isogloss.data.batch_types import Example
-from isogloss.data.rollouts import TRAINING
+from isogloss.data.rollouts import TRAINING, RolloutPrompt
 from isogloss.environments.reward import give_advantages, weigh_policy
 from isogloss.policy_losses import advantages, policy_pull
 from isogloss.student.whole_student import WholeStudent
@@ -142,3 +142,30 @@ def test_a_group_may_lie_on_several_ranks():
     """An episode without a reward counts as 0."""
     of_ranks = [[(3, 0, 1.0), (8, 0, 5.0)], [(3, 1, None), (3, 2, 0.5)]]
     assert ranks.run(2, advantages_of_ranks, of_ranks) == [[0.75, 0.0], [-0.75, 0.0]]
+
+
+def test_teachers_read_the_best_other_attempt_of_a_prompt():
+    """In front of a chat, one message with that of the chat; not where none is above the mean."""
+    calls = [{"type": "function", "function": {"name": "look", "arguments": {"at": 1}}}]
+    said = [[{"role": "assistant", "content": "", "tool_calls": calls},
+             {"role": "tool", "content": "blue"}, {"role": "assistant", "content": "Blue."}],
+            [{"role": "assistant", "content": "Red."}], [{"role": "assistant", "content": "Green"}]]
+    taught = [{"role": "system", "content": "Be short."}, {"role": "user", "content": "Which?"}]
+    rollouts = []
+    for source, copy, reward in ((3, 0, 1.0), (3, 1, 0.0), (3, 2, 0.0), (4, 0, 0.5), (4, 1, 0.5)):
+        prompt = RolloutPrompt((source, copy), None, "", None, taught, 9, None, taught)
+        rollouts.append(SimpleNamespace(prompt=prompt, episode={"reward": reward},
+                                        messages=said[copy]))
+    found = ranks.run(1, taught_with_hints, rollouts)[0]
+    hint = ("An earlier attempt that succeeded:\n\nassistant calls look({\"at\": 1})\n"
+            "tool: blue\nassistant: Blue.\n\nBe short.")
+    hinted = [{"role": "system", "content": hint}, taught[1]]
+    assert found == [taught, hinted, hinted, taught, taught]
+
+
+def taught_with_hints(rollouts):
+    from isogloss.job.launch import start_distributed
+
+    start_distributed()
+    give_advantages(rollouts, True, "own_success")
+    return [entry.prompt.taught for entry in rollouts]

@@ -20,8 +20,8 @@ from isogloss.flags.terminal import one_line
 from isogloss.job.rendezvous import values_of_ranks
 from isogloss.rollout import hash_counters
 
-__all__ = ["Episodes", "check", "compared_by_turn", "give_advantages", "heard_by", "load_episodes",
-           "nats_by_turn", "policy_pull", "weigh_policy"]
+__all__ = ["Episodes", "check", "compared_by_turn", "heard_by", "load_episodes", "nats_by_turn",
+           "policy_pull", "weigh_policy"]
 
 SEED_BITS = 31
 MOST_FAILED = 32  # episodes one after the other
@@ -155,6 +155,11 @@ class Episodes:
             if of_rank:
                 raise EngineError(of_rank)
         return result
+
+    def compare(self, rollouts, counts_samples):
+        """Compare each Rollout with the others of its prompt; see `give_advantages`."""
+        if self.options["reward_weight"] or self.options["hint"]:
+            give_advantages(rollouts, counts_samples, self.options["hint"])
 
     def end_when(self, asked_to_end):
         """Wait for the environment only until asked_to_end() is true."""

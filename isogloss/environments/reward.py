@@ -3,35 +3,65 @@
 Tests: tests/test_reward.py.
 """
 
+import json
 from dataclasses import replace
 
 import torch
 import torch.distributed as dist
 
+from isogloss.data.batch_types import Example
+from isogloss.data.options.text_keys import read_by_teachers
 from isogloss.job.rendezvous import values_of_ranks
 from isogloss.policy_losses import advantages, policy_pull
 
 __all__ = ["give_advantages", "policy_pull", "weigh_policy"]
 
 
-def give_advantages(rollouts, counts_samples):
+def give_advantages(rollouts, counts_samples, hint=""):
     """Write the advantage of each Rollout into its `episode`; all ranks take part.
 
     Args:
         counts_samples: of the ranks that have the same rollouts, this one is the first.
+        hint: "own_success": teachers read in front of a rollout the best other one of its prompt,
+            where that is better than the mean of the prompt (SDPO, arXiv:2601.20802).
     """
-    rewards = {}
-    for rollout in rollouts:
-        rewards[rollout.prompt.key] = rollout.episode["reward"] or 0.0
-    of_all = {}
-    for of_rank in values_of_ranks(list(rewards.items()) if counts_samples else []):
-        of_all.update((tuple(key), reward) for key, reward in of_rank)
+    entries = []
+    for rollout in rollouts if counts_samples else ():
+        said = as_text(rollout.messages) if hint else ""
+        entries.append((rollout.prompt.key, rollout.episode["reward"] or 0.0, said))
+    of_all = {tuple(key): (reward, said) for of_rank in values_of_ranks(entries)
+              for key, reward, said in of_rank}
     keys = sorted(of_all)
-    found = advantages(torch.tensor([of_all[key] for key in keys], dtype=torch.float64),
-                       torch.tensor([source for source, _ in keys]))
+    rewards = torch.tensor([of_all[key][0] for key in keys], dtype=torch.float64)
+    found = advantages(rewards, torch.tensor([source for source, _ in keys]))
     by_key = dict(zip(keys, found.tolist()))
     for rollout in rollouts:
         rollout.episode["advantage"] = by_key[rollout.prompt.key]
+        if hint:
+            others = [key for key in keys if key[0] == rollout.prompt.key[0]
+                      and key != rollout.prompt.key and by_key[key] > 0]
+            best = max(others, key=lambda key: of_all[key][0], default=None)
+            if best is not None:
+                rollout.prompt = with_hint(rollout.prompt, of_all[best][1])
+
+
+def as_text(messages):
+    """Return what was said in an episode, as a person would write it down."""
+    lines = []
+    for message in messages:
+        for call in message.get("tool_calls", []):
+            its = call["function"]
+            lines.append(f"{message['role']} calls {its['name']}({json.dumps(its['arguments'])})")
+        if message["content"].strip() or not message.get("tool_calls"):
+            lines.append(f"{message['role']}: {message['content'].strip()}")
+    return "\n".join(lines)
+
+
+def with_hint(prompt, said):
+    """Return a RolloutPrompt in front of which teachers read a hint."""
+    hint = {"role": "system", "content": f"An earlier attempt that succeeded:\n\n{said}"}
+    taught, _ = read_by_teachers(Example(prompt.taught, teacher_prompt=(hint,)))
+    return replace(prompt, taught=taught)
 
 
 def weigh_policy(state, batches, logps, weight):

@@ -35,8 +35,9 @@ def check_on_policy(cfg):
                          f"within --max_length {cfg.max_length}")
     if cfg.environment:
         options = read_options(cfg, "environment")
-        if options["reward_weight"] and cfg.rollouts_per_prompt < 2:
-            raise ValueError("--environment: reward_weight: a reward counts against those of other "
+        needs = "hint" if options["hint"] else "reward_weight"
+        if options[needs] and cfg.rollouts_per_prompt < 2:
+            raise ValueError(f"--environment: {needs}: a reward counts against those of other "
                              "rollouts of its prompt; add --rollouts_per_prompt 4, say")
         if options["reward_weight"] and (cfg.rollout_temperature, cfg.rollout_top_p) != (1, 1):
             raise ValueError("--environment: reward_weight with --rollout_temperature "
@@ -53,6 +54,9 @@ class EnvironmentOptions:
     max_turns: int = flag(8, "turns of the student in an episode, at most.", low=1, high=1000)
     reward_weight: float = flag(
         0.0, "of the reward beside the loss. 0: it is logged alone.", low=0, high=1e6)
+    hint: str = flag(
+        "", "what teachers read in front of a rollout. own_success: the best other rollout of its "
+        "prompt. Empty: teacher_prompt_key alone.", choices=("", "own_success"))
     seconds: float = flag(30.0, "for an answer.", low=0.01, high=800)
     mib: int = flag(1024, "of memory for an episode.", low=16, high=2**20)
 

@@ -225,9 +225,9 @@ class Writer:
             rollouts = self.rollouts([example.content for example in examples], TRAINING)
             self.ahead = written_examples(examples, rollouts)
         self.written, self.ahead = self.ahead, None
-        if self.reward_weight:
+        if self.episodes:
             rollouts = [example.rollout for example in self.written.values()]
-            door("environment").give_advantages(rollouts, self._counts_samples())
+            self.episodes.compare(rollouts, self._counts_samples())
 
     def _lacks_any(self, examples):
         """Tell whether some rank misses a rollout in what was written ahead."""
