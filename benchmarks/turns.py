@@ -20,6 +20,7 @@ repeated.
 
 import json
 import random
+import statistics
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -34,10 +35,12 @@ from isogloss.flags.parse import flag
 from isogloss.flags.tool import tool
 
 RECORDS = ROOT / "docs" / "log" / "turns.jsonl"
-HELD_OUT, SOLUTIONS, FEW = 200, 20_000, 3_000
+HELD_OUT, SOLUTIONS, FEW, WRITTEN = 200, 20_000, 3_000, 3_200
+BEFORE = "teacher", "student"  # models before the arms
+STUDENTS_T = 12.71, 4.30, 3.18, 2.78
 BATCH, PER_PROMPT = 16, 4
 TOKENS = "--rollout_tokens=48"
-TEACHER_STEPS, FIRST_STEPS = 1200, 300
+TEACHER_STEPS, FIRST_STEPS = 2500, 1200
 SHAPE = dict(hidden_size=64, intermediate_size=192, num_hidden_layers=3, num_attention_heads=4,
              num_key_value_heads=4, max_position_embeddings=256)
 CALLS = ("{%% for c in m.tool_calls or [] %%}%s{{ c.function.name }}%s"
@@ -72,9 +75,7 @@ class Options:
 
 def solution(rng):
     """Return a row: a question, a call, its result and the answer."""
-    numbers = [rng.randint(2, 99) for _ in range(3)]
-    first, second = (rng.choice("+-*") for _ in range(2))
-    expression = f"{numbers[0]} {first} {numbers[1]} {second} {numbers[2]}"
+    expression = f"{rng.randint(2, 99)} {rng.choice('+-*')} {rng.randint(2, 99)}"
     value = computed(expression)
     call = {"type": "function", "function": {
         "name": "calculator", "arguments": {"expression": expression}}}
@@ -166,12 +167,79 @@ def take_arm(folder, options, arm, seed):
     return {"arm": arm, "seed": seed, "steps": options.steps} | judged(folder, name, folder / name)
 
 
+def write_solutions(folder):
+    """Keep what the teacher writes to other questions where its answer is right."""
+    output = run(folder, "written", f"--student={folder / 'teacher'}",
+                 f"--teacher={folder / 'teacher'}", f"--data={folder / 'solutions.jsonl'}",
+                 "--prompt_key=prompt", f"--steps={-(-WRITTEN // BATCH)}", "--learning_rate=1e-9",
+                 "--on_policy=1", "--loss=reverse_kl", "--environment=calculator", "--seed=98",
+                 f"--rollout_log={BATCH}", TOKENS)
+    rows = []
+    for line in (output / "rollouts.jsonl").read_text().splitlines():
+        record = json.loads(line)
+        if record["episode"]["reward"]:
+            question = record["prompt"].partition("<|user|>")[2].partition("<|eot|>")[0]
+            asked = [{"role": "user", "content": question}]
+            rows.append({"messages": [*asked, *record["messages"]], "tools": TOOLS})
+    write_rows(folder / "written.jsonl", rows)
+
+
+def mean_and_half(values):
+    """Return the mean of seeds and half of its 95 % interval, by Student's t."""
+    mean = statistics.mean(values)
+    if len(values) < 2:
+        return mean, float("nan")
+    return mean, STUDENTS_T[len(values) - 2] * statistics.stdev(values) / len(values)**0.5
+
+
+def table(records):
+    """Return the lines of a table: shares of right answers and of valid calls, in percent."""
+    lines = ["| arm | right answers | valid calls | ahead of `data`, by seed |",
+             "| --- | --- | --- | --- |"]
+    by_arm = {}
+    for record in records:
+        by_arm.setdefault(record["arm"], {})[record["seed"]] = record
+    for arm, by_seed in by_arm.items():
+        right = [100 * its["reward"] for its in by_seed.values()]
+        valid = [100 * (1 - (its["invalid_calls"] or 0)) for its in by_seed.values()]
+        ahead = ""
+        if arm not in ("data", *BEFORE) and "data" in by_arm:
+            pairs = [100 * (its["reward"] - by_arm["data"][seed]["reward"])
+                     for seed, its in by_seed.items() if seed in by_arm["data"]]
+            ahead = "{:+.1f} ± {:.1f}".format(*mean_and_half(pairs))
+        shown = ["{:.1f} ± {:.1f}".format(*mean_and_half(values)) if len(values) > 1
+                 else f"{values[0]:.1f}" for values in (right, valid)]
+        lines.append(f"| {arm} | {shown[0]} | {shown[1]} | {ahead} |")
+    return lines
+
+
 def main(options):
+    records = []
+    if RECORDS.exists():
+        records = list(map(json.loads, RECORDS.read_text().splitlines()))
+    if options.table:
+        print("\n".join(table(records)))
+        return
     folder = Path(options.folder).resolve()
     folder.mkdir(parents=True, exist_ok=True)
-    prepare(folder)
-    print(judged(folder, "teacher", folder / "teacher"))
-    print(judged(folder, "student", folder / "student"))
+    if not (folder / "written.jsonl").exists():
+        prepare(folder)
+        write_solutions(folder)
+    known = {(record["arm"], record["seed"]) for record in records}
+    wanted = [(name, 0) for name in BEFORE]
+    wanted += [(arm, int(seed)) for seed in options.seeds.split(",") for arm in ARMS]
+    for arm, seed in wanted:
+        if (arm, seed) in known:
+            continue
+        if arm in BEFORE:
+            record = {"arm": arm, "seed": seed, "steps": 0} | judged(folder, arm, folder / arm)
+        else:
+            record = take_arm(folder, options, arm, seed)
+        records.append(record)
+        with RECORDS.open("a") as file:
+            file.write(json.dumps(record) + "\n")
+        print(json.dumps(record), flush=True)
+    print("\n".join(table(records)))
 
 
 if __name__ == "__main__":

@@ -153,7 +153,8 @@ class Writer:
         repeated = metrics.get("eval/rollout/repeated_4grams")
         if repeated is None:
             return ""
-        keys = [key for key in metrics if key.startswith("eval/rollout/reverse_kl_per_byte")]
+        keys = [key for key in metrics if key.startswith("eval/rollout/reverse_kl_per_byte")
+                and "_turn_" not in key]
         nats = [f"{metrics[key]:#.3g} nats a byte, " for key in keys if metrics[key] is not None]
         return (f", own text {''.join(nats)}{repeated:.0%} repeated, "
                 f"{metrics['eval/rollout/truncated']:.0%} cut")
