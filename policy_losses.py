@@ -1,6 +1,6 @@
-"""Compute what a student's own text needs: the ratio of the student that learns and that wrote.
+"""Compute what a student's own text needs: the ratio of who learns and who wrote, and rewards.
 
-Shapes: B samples, S positions.
+Shapes: B samples, S positions; N positions or texts, V vocabulary.
 Needs torch and losses.py.  Copy both into your own repository.  Tests: tests/test_policy_losses.py.
 License: Apache-2.0 (see LICENSE).
 """
@@ -67,3 +67,48 @@ def prefix_ratio(
         first_BS = torch.where(begins_BS, position_S, 0).cummax(1).values
         before_BS = before_BS - before_BS.gather(1, first_BS)
     return before_BS.clamp(max=math.log(max_ratio)).exp().to(logp_BS)
+
+
+def advantages(reward_N: Tensor, group_N: Tensor) -> Tensor:
+    """Return how much better each text is than the others that were written from its prompt.
+
+        A_i = r_i - mean over the others j of its group of r_j  =  G / (G - 1) (r_i - mean_G r)
+
+    What it is compared with does not depend on the text itself, so that the expectation of
+    A grad log p is the gradient of the expected reward, without a bias (RLOO: Kool, van Hoof,
+    Welling 2019; Ahmadian et al. 2024, arXiv:2402.14740).  It is GRPO's (arXiv:2402.03300) without
+    the division by the deviation, which weighs easy and hard prompts more (Dr. GRPO,
+    arXiv:2503.20783).
+
+    Args:
+        reward_N: (N,) float.
+        group_N: (N,) int64, number of the prompt of each text, any integers.
+    Returns:
+        (N,) float; 0 where a text is alone.
+    """
+    _, group_N, size_G = group_N.unique(return_inverse=True, return_counts=True)
+    total_G = reward_N.new_zeros(len(size_G)).index_add(0, group_N, reward_N)
+    others_N = (size_G[group_N] - 1).clamp(min=1)
+    mean_N = (total_G[group_N] - reward_N) / others_N
+    return torch.where(size_G[group_N] > 1, reward_N - mean_N, 0.0)
+
+
+def policy_pull(logits_NV: Tensor, labels_N: Tensor, weight_N: Tensor) -> Tensor:
+    """Return 0 with the gradient of  - sum over positions of weight * log p(label).
+
+    With A / M as the weight of every token that M texts hold, its expectation is minus the gradient
+    of the expected reward: REINFORCE (Williams 1992), without a division by a text's own length,
+    which would weigh the tokens of short texts more (Dr. GRPO).
+
+    Args:
+        logits_NV: (N, V) float.
+        labels_N: (N,) int64, below 0 for none.
+        weight_N: (N,) float, without a gradient.
+    Returns:
+        () at least float32.
+    """
+    positions = (labels_N >= 0).nonzero().squeeze(1)
+    logp_NV = losses.at_least_float32(logits_NV[positions]).log_softmax(-1)
+    logp_N = logp_NV.gather(1, labels_N[positions, None]).squeeze(1)
+    loss = -(weight_N[positions] * logp_N).sum()
+    return loss - loss.detach()

@@ -58,6 +58,7 @@ class SubTile(NamedTuple):
     teacher_positions: int64 positions of the flattened (B * T); compute their teacher logits before
         this sub-tile, for it and those that follow.  None: the teacher logits that exist suffice.
     on_policy: the student wrote its text, which is compared with the teacher, but not imitated.
+    policy: (n,) float, weight of each label's log-probability in a reward; None: there is none.
     """
 
     student_slice: slice
@@ -70,6 +71,7 @@ class SubTile(NamedTuple):
     weight: Tensor | None = None
     teacher_positions: Tensor | None = None
     on_policy: bool = False
+    policy: Tensor | None = None
 
 
 class Tile(NamedTuple):

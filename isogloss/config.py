@@ -58,6 +58,14 @@ def options_of_tasks(_):
     return Options("an evaluation", of_tasks, TaskOptions)
 
 
+def options_of_environment(_):
+    """Return the Options of --environment."""
+    from isogloss.flags.on_policy import EnvironmentOptions
+
+    return Options("an environment", keywords_of(EnvironmentOptions), EnvironmentOptions,
+                   "function")
+
+
 @dataclass(kw_only=True)
 class ModelFlags:
     """model"""
@@ -281,6 +289,10 @@ class OnPolicyFlags:
     staleness: int = flag(
         1, "steps that the weights with which such a process writes may be old, 0 or 1. 1: it "
         "writes for the next step while this one trains.", low=0, high=1)
+    environment: str = flag(
+        "", "what answers each turn of the student in a chat, and may reward it: calculator, "
+        "python, package.module:function or file.py:function, or a JSON object of function, "
+        "max_turns, reward_weight, seconds, mib.", options=options_of_environment)
     rollout_log: int = flag(
         1, "rollouts of a step that rollouts.jsonl keeps.", low=0, high=2**20, free=True)
     rollout_eval: int = flag(

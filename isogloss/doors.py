@@ -41,6 +41,8 @@ DOORS: dict[str, Door] = {
                    ("job.several.secret",)),
     "peers": Door("several ranks", "That another one has failed or died.", ("job.several.peers",)),
     "wandb": Door("wandb in the ds_config", "The steps of its curves.", ("job.wandb_steps",)),
+    "launcher": Door("a launcher", "Whether its variables are those of a rank.",
+                     ("flags.launcher_variables",)),
     "plugins": Door("--plugin", "Losses and teachers of the user's own.", ("flags.plugins",)),
     "flag_file": Door("--config", "Flags from a YAML file.", ("flags.yaml_file",)),
     "unknown": Door("a flag that is none", "Which one was meant.", ("flags.unknown",)),
@@ -100,6 +102,8 @@ DOORS: dict[str, Door] = {
                           "Columns beside the text.", ("data.kinds.other_columns",)),
     "mixed": Door("--data that is a list", "Several data sets with weights.",
                   ("data.kinds.mixed",)),
+    "eval_data": Door("--eval_data, --eval_split", "Rows that are held out alone.",
+                      ("data.kinds.eval_data",)),
     "faults": Door("data that cannot be read", "Why, in a line.", ("data.kinds.faults",)),
     # the loss
     "projection": Door("--loss projection_kl, gold, h_kl or hybrid_uld",
@@ -157,6 +161,10 @@ DOORS: dict[str, Door] = {
                       ("data.rollouts", "flags.on_policy", "writing.on_policy",
                        "writing.rollout_ratio", "writing.node_writer", "writing.writer_process"),
                       lambda cfg: cfg.on_policy, prepares="writing.on_policy"),
+    "environment": Door("--environment", "What answers each turn of the student, and rewards it.",
+                        tuple(f"environments.{name}" for name in (
+                            "episodes", "episode", "calls", "process", "reward", "by_turn")),
+                        lambda cfg: cfg.environment, checks="environments.episodes"),
     "speculation": Door("--eval_draft", "How good a draft of the teacher the student is.",
                         ("evaluation.speculation",)),
     # what a run leaves, and finds

@@ -30,7 +30,7 @@ from isogloss.config import (
 )
 from isogloss.data import open_data, order
 from isogloss.data.batch import Collator, PairOptions
-from isogloss.data.checks import check_column, has_text, lengths_of
+from isogloss.data.checks import check_column, lengths_of
 from isogloss.data.ends import load_generation, taught_ends
 from isogloss.data.mixture import Source, seed_of, sources_of
 from isogloss.data.sample import TextEncoder
@@ -436,6 +436,8 @@ def load_source(source, student, encoders):
         line = str(error).replace("--data ", "--eval_data ")
         raise DataError(line.replace("--split ", "--eval_split ")) from None
     held_out_reader = replace(held_out_reader, route=source.route)
+    from isogloss.data.kinds.eval_data import first_of_eval_data
+
     held_out = first_of_eval_data(cfg, rows, held_out_reader)
     train, _ = order.split_dataset(train, 0, reader.text_key, cfg.data)
     return SourceData(source, train, joined(held_out, held_out_reader), reader,
@@ -459,8 +461,9 @@ def open_rows(cfg, source, split, encoders):
     plain_keys.pop("", None)
     dataset = open_data.load_dataset(source, text_key, split, cfg.streaming, plain_keys=plain_keys,
                                      json_keys=(cfg.prompt_key,) if cfg.prompt_key else (),
-                                     optional_keys=tuple(filter(None, [options.tools_key,
-                                                                       cfg.teacher_prompt_key])),
+                                     optional_keys=tuple(filter(None, [
+                                         options.tools_key, cfg.teacher_prompt_key,
+                                         cfg.environment and open_data.ALL])),
                                      txt_samples=options.txt_samples)
     columns = open_data.column_names(dataset)
     labels = ()
@@ -479,7 +482,8 @@ def open_rows(cfg, source, split, encoders):
     reader = order.ExampleReader(
         text_key, cfg.route_key, source, cfg.prompt_key, bool(cfg.completion_key), tools_key,
         open_data.filled_columns(dataset), cfg.join_rows, open_data.holds_chats(dataset, text_key),
-        cfg.teacher_prompt_key, options.drop_images, options.weight_key, labels=labels)
+        cfg.teacher_prompt_key, options.drop_images, options.weight_key, labels=labels,
+        keeps_row=bool(cfg.environment))
     if cfg.join_rows and reader.has_chats:
         raise ValueError(f"--join_rows {cfg.join_rows}: joins texts, and {text_key!r} of {source} "
                          "holds chats; leave it out")
@@ -521,21 +525,6 @@ def check_long_texts(cfg, dataset, reader, encoders):
             raise DataError(
                 f"--data {reader.source}: row {number} of {reader.text_key!r} has {len(text)} "
                 f"characters, and a tokenizer takes up to {MOST_CHARACTERS}; split it")
-
-
-def first_of_eval_data(cfg, rows, reader):
-    """Return the held-out rows of a data set of their own: the first --eval_rows, or all."""
-    if cfg.streaming:
-        held_out = open_data.first_rows(rows, cfg.eval_rows, reader.text_key, reader.source)
-        has_any = any(row[reader.text_key] for row in held_out)
-    else:
-        size = min(cfg.eval_rows or len(rows), len(rows))
-        held_out = rows.select(range(size))
-        has_any = has_text(rows, 0, size, reader.text_key)
-    if not has_any:
-        raise ValueError(f"--eval_data {reader.source}: all rows that would be held out are empty; "
-                         "hold out more, or name other data")
-    return held_out
 
 
 def plan_teachers(cfg, student, encoders, device):

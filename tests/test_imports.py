@@ -29,8 +29,8 @@ STANDALONE = {  # file: which of our files it takes where it finds them beside i
 ROOMS = ["STANDALONE", ".errors", ".doors", "flags", "projection_tools", ".curves", "job", "data",
          "models", "teachers", "objective", ".loss_table", ".several_teachers",
          ".config", ".targets", "student",
-         "checkpoints", "evaluation", "writing", ".command", ".log", ".plan", ".tasks",
-         ".export", ".transfer", ".vllm_writer", ".vllm_teacher", ".inputs",
+         "checkpoints", "evaluation", "environments", "writing", ".command", ".log", ".plan",
+         ".tasks", ".export", ".transfer", ".vllm_writer", ".vllm_teacher", ".inputs",
          "integrations", "report", ".cache", ".build", ".once_in_a_while", "PROGRAMS"]
 PROGRAMS = "distill", "demo"
 MOST_MODULES = 16  # of a folder: more are a list, no map

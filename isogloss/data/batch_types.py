@@ -116,6 +116,7 @@ class Example(NamedTuple):
         which nothing is learned.
     teacher_prompt: of a chat, messages that teachers alone read in front of it.
     weight: value of the column weight_key.
+    row: all of the row, for an environment; None: there is none.
     """
 
     content: object
@@ -125,3 +126,4 @@ class Example(NamedTuple):
     context: int = 0
     teacher_prompt: tuple = ()
     weight: float = 1.0
+    row: dict | None = None

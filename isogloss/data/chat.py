@@ -16,7 +16,15 @@ import numpy as np
 
 from isogloss.align import Located, Region, align_regions, character_starts, locate
 from isogloss.align_dp import align_dp, common_spans
-from isogloss.data.chat_rows import EXCLUDING, is_learned, thought_of
+from isogloss.data.chat_rows import (
+    EXCLUDING,
+    as_messages,
+    as_tools,
+    is_learned,
+    problem_of_chat,
+    problem_of_tools,
+    thought_of,
+)
 from isogloss.data.ends import turn_ends
 from isogloss.data.open_data import first_rows
 from isogloss.data.options.text_keys import read_by_teachers
@@ -338,6 +346,20 @@ def _tokens_behind(context, rendering):
         return np.ones(len(rendering.ids), bool)
     begins = [turn.begin for turn in rendering.turns if turn.message >= context]
     return np.cumsum(rendering.located.end > min(begins, default=np.inf)) > 0
+
+
+def read_answer(messages, tools):
+    """Return (messages, tools) of what another program says in a chat, as those of a row are read.
+
+    Raises:
+        ValueError: what is wrong with them, to follow their name.
+    """
+    messages = messages or []
+    problem = None if isinstance(messages, list) else f": messages are {messages!r:.40}"
+    problem = problem or problem_of_chat(messages) or problem_of_tools(tools)
+    if problem:
+        raise ValueError(problem)
+    return as_messages(messages), as_tools(tools)
 
 
 # --- two renderings -------------------------------------------------------------------------------

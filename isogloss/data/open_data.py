@@ -38,6 +38,9 @@ class DataRequest:
     txt_samples: str
 
 
+ALL = "*"  # in `optional_keys`
+
+
 def load_dataset(source, text_key, split="train", streaming=False, *, plain_keys=None,
                  json_keys=(), optional_keys=(), txt_samples="line"):
     """Open a data set and check that it holds text.
@@ -53,7 +56,7 @@ def load_dataset(source, text_key, split="train", streaming=False, *, plain_keys
         streaming: open a stream.
         plain_keys: {other column that is read, of texts or numbers: flag that names it}.
         json_keys: other columns that are read, of whatever JSON can say.
-        optional_keys: those that may be missing, likewise.
+        optional_keys: those that may be missing, likewise; ALL: all others, too.
         txt_samples: what a sample of a .txt file is: "line", "paragraph" or "file".
     Returns:
         datasets.Dataset or IterableDataset.
@@ -210,7 +213,8 @@ def features_of(request, kind, files, is_local):
     if kind == "json" and not isinstance(first[request.text_key], datasets.Json):
         _check_dtype(request.source, first[request.text_key], request.text_key)
     features = datasets.Features({name: first[name] for name in needed})
-    for name in request.optional_keys:
+    optional = {*request.optional_keys, *(first if ALL in request.optional_keys else ())} - {ALL}
+    for name in sorted(optional - features.keys()):
         if kind == "json":  # it may first come in a late row
             features[name] = datasets.Json()
         elif name in first:

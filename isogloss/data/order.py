@@ -168,6 +168,7 @@ class ExampleReader:
         weight_key: column of the rows' weights; empty: they weigh 1.
         route: of all rows; an Ellipsis: see route_key.
         labels: names of the numbers in the column of routes; empty: a route is what stands there.
+        keeps_row: an environment reads it.
     """
 
     text_key: str
@@ -184,6 +185,7 @@ class ExampleReader:
     weight_key: str = ""
     route: object = ...
     labels: tuple = ()
+    keeps_row: bool = False
 
     def sample(self, rows, number=None):
         """Return the Example of a row, or of several that are joined.
@@ -221,7 +223,8 @@ class ExampleReader:
             is_filled = self.tools_key in self.filled
             tools = as_tools(row.get(self.tools_key), is_filled)
         weight = float(row[self.weight_key]) if self.weight_key else 1.0
-        return Example(content, route, prompt, tools, context, self._teacher_prompt(row), weight)
+        return Example(content, route, prompt, tools, context, self._teacher_prompt(row), weight,
+                       row if self.keeps_row else None)
 
     def _teacher_prompt(self, row):
         key = self.teacher_prompt_key

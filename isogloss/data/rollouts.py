@@ -8,6 +8,7 @@ isogloss/writing/on_policy.py lets the student write.
 Tests: tests/test_rollouts.py.
 """
 
+import json
 import warnings
 from dataclasses import dataclass, replace
 from typing import NamedTuple
@@ -71,6 +72,7 @@ class RolloutPrompt:
         max_new_tokens: for which there is room.
         tools: of a chat, what the assistant may call; None: nothing.
         taught: of a chat, the messages before the rollout as teachers read them, who may read more.
+        row: of the data, as an environment reads it; None: nothing asks for it.
     """
 
     key: tuple
@@ -81,6 +83,23 @@ class RolloutPrompt:
     max_new_tokens: int
     tools: list | None = None
     taught: list | None = None
+    row: dict | None = None
+
+
+class WrittenTurn(NamedTuple):
+    """Name what of a rollout the student wrote in one turn.
+
+    first, last: of its tokens, of the bytes of its text; the last ones are not of it.
+    message: number among those behind the prompt.
+    ended: its last token ends it.
+    """
+
+    first: int
+    last: int
+    first_byte: int
+    last_byte: int
+    message: int
+    ended: bool
 
 
 @dataclass
@@ -96,15 +115,21 @@ class Rollout:
 
     Attributes:
         prompt: RolloutPrompt.
-        ids: (N,) int64, the sampled tokens, which are what is trained on.
-        logp: (N,) float32, their log-probability when they were drawn, nats; None: another than
-            the student wrote them, so that they are text to learn.
+        ids: (N,) int64, the sampled tokens, which are what is trained on; of several turns also
+            those of what an environment says in between.
+        logp: (N,) float32, their log-probability when they were drawn, nats, NaN where the student
+            did not write; None: another than the student wrote them, so that they are text to
+            learn.
         entropy: mean entropy of the student there, nats.
         ended: the last token is an end of text or of a turn; else the rollout was cut.
-        text: what the tokens spell without control tokens, U+FFFD for what is no UTF-8.
+        text: what the sampled tokens spell without control tokens, U+FFFD for what is no UTF-8.
         repeated: fraction of its 4-grams of tokens that it holds before.
         is_canonical: the tokenizer makes these tokens of the text.
         temperature, top_p: with which they were drawn, and that `logp` is of.
+        turns: WrittenTurns; None: all of it is one.
+        messages: of a chat, those behind the prompt, as teachers read them; None: its text is one.
+        episode: what an environment said of it, see `episodes.Episode.outcome`; None: none was
+            asked.
     """
 
     prompt: RolloutPrompt
@@ -117,6 +142,21 @@ class Rollout:
     is_canonical: bool
     temperature: float = 1.0
     top_p: float = 1.0
+    turns: list | None = None
+    messages: list | None = None
+    episode: dict | None = None
+
+    def spans(self):
+        """Return its WrittenTurns."""
+        size = len(self.text.encode())
+        return self.turns or [WrittenTurn(0, len(self.ids), 0, size, 0, self.ended)]
+
+    @property
+    def is_written(self):
+        """Return (N,) bool: the student wrote it."""
+        if self.logp is None:
+            return np.ones(len(self.ids), bool)
+        return ~np.isnan(self.logp)
 
     def to_plain(self):
         prompt = self.prompt
@@ -128,7 +168,8 @@ class Rollout:
             "ids": self.ids.tolist(), "logp": self.logp.tolist(), "entropy": self.entropy,
             "ended": self.ended, "text": self.text, "repeated": self.repeated,
             "is_canonical": self.is_canonical, "temperature": self.temperature,
-            "top_p": self.top_p,
+            "top_p": self.top_p, "turns": self.turns, "messages_behind": self.messages,
+            "episode": self.episode,
         }
 
     @classmethod
@@ -141,9 +182,11 @@ class Rollout:
             tuple(plain["key"]), np.array(plain["prompt_ids"], np.int64), plain["prompt"], located,
             plain["messages"], plain["max_new_tokens"], plain.get("tools"),
             plain.get("taught", plain["messages"]))
+        turns = [WrittenTurn(*turn) for turn in plain.get("turns") or []]
         return cls(prompt, np.array(plain["ids"], np.int64), np.array(plain["logp"], np.float32),
                    plain["entropy"], plain["ended"], plain["text"], plain["repeated"],
-                   plain["is_canonical"], plain.get("temperature", 1.0), plain.get("top_p", 1.0))
+                   plain["is_canonical"], plain.get("temperature", 1.0), plain.get("top_p", 1.0),
+                   turns or None, plain.get("messages_behind"), plain.get("episode"))
 
 
 # --- which samples, which prompts -----------------------------------------------------------------
@@ -209,6 +252,8 @@ class Prompter:
         whole = example.prompt is not None
         content = example.prompt if whole else example.content
         if isinstance(content, str):
+            if example.row is not None:
+                raise SkippedPrompt("a row is a text, and --environment answers in chats")
             ids, text, located = self._text_prompt(content, whole)
             messages = taught = None
         else:
@@ -221,7 +266,7 @@ class Prompter:
             raise SkippedPrompt(f"a prompt has {len(ids)} tokens, and --max_length "
                                 f"{self.encoder.max_length} leaves no room behind it")
         return RolloutPrompt(key, ids, text, located, messages, min(self.rollout_tokens, room),
-                             example.tools, taught)
+                             example.tools, taught, _plain_row(example.row))
 
     def _text_prompt(self, text, whole):
         """Return (ids, text, Located) of a text, or of its beginning."""
@@ -280,6 +325,10 @@ class Prompter:
         nothing = torch.zeros(len(ids))
         rollout = completed(prompt, Completion(ids, nothing, nothing, ended=False), self.encoder)
         return Example(rollout if len(ids) else None, example.route)
+
+
+def _plain_row(row):
+    return None if row is None else json.loads(json.dumps(row, default=str))
 
 
 def _end_of(located, size):
@@ -343,23 +392,31 @@ def is_canonical(prompt, ids, text, encoder):
 
 
 def student_reading(rollout, encoder):
-    """Return the EncodedText of a rollout: its prompt, then the sampled tokens, learned alone."""
+    """Return the EncodedText of a rollout: its prompt, then what was written, learned alone."""
     prompt = rollout.prompt
-    written = locate(rollout.ids, encoder.table, rollout.text)
+    data = rollout.text.encode(errors="replace")
     first_byte = len(prompt.text.encode(errors="replace"))
-    # control tokens stand for no text wherever they are
-    begin = np.where(written.begin < 0, -1, written.begin + first_byte)
-    end = np.where(written.end < 0, -1, written.end + first_byte)
-    located = Located(np.concatenate([prompt.located.begin, begin]),
-                      np.concatenate([prompt.located.end, end]),
-                      np.concatenate([prompt.located.kind, written.kind]))
-    ids = np.concatenate([prompt.ids, rollout.ids])
-    learned = np.arange(len(ids)) >= len(prompt.ids)
+    # control tokens stand for no text wherever they are, nor do words of an environment
+    begin, end = np.full((2, len(rollout.ids)), -1)
+    kind = np.zeros(len(rollout.ids), prompt.located.kind.dtype)
+    learned = np.zeros(len(rollout.ids), bool)
+    for turn in rollout.spans():
+        inside = slice(turn.first, turn.last)
+        text = data[turn.first_byte : turn.last_byte].decode(errors="replace")
+        written = locate(rollout.ids[inside], encoder.table, text)
+        shift = first_byte + turn.first_byte
+        begin[inside] = np.where(written.begin < 0, -1, written.begin + shift)
+        end[inside] = np.where(written.end < 0, -1, written.end + shift)
+        kind[inside] = written.kind
+        learned[inside] = True
+    located = Located(*[np.concatenate(both) for both in zip(prompt.located, (begin, end, kind))])
+    learned = np.concatenate([np.zeros(len(prompt.ids), bool), learned])
     num_bytes = np.where(learned, bytes_of_tokens(located), -1)
     logp = None
     if rollout.logp is not None:
         unknown = np.full(len(prompt.ids), np.nan, np.float32)
         logp = np.concatenate([unknown, rollout.logp])
+    ids = np.concatenate([prompt.ids, rollout.ids])
     return EncodedText(ids, located, num_bytes, learned, logp)
 
 
@@ -400,28 +457,29 @@ def _pair_ids(rollout, student, encoder):
     if prompt.messages is not None:
         try:
             ids, text, located = chat_prompt(prompt.taught, encoder, prompt.tools)
+            prompt = replace(prompt, ids=ids, text=text, located=located)
+            if rollout.turns:
+                rollout = door("environment").heard_by(rollout, encoder)
         except SkippedPrompt:
             return Pairing(skipped=True)
-        prompt = replace(prompt, ids=ids, text=text, located=located)
     read = student_reading(replace(rollout, prompt=prompt), encoder)
     teacher = EncodedText(read.ids, read.located, bytes_of_tokens(read.located))
-    size = len(rollout.ids)
+    num_bytes = np.maximum(student.num_bytes[student.learned], 0)
+    size = len(num_bytes)
     every = np.ones(size, bool)
     ones = np.ones(size, np.int64)
-    num_bytes = np.maximum(student.num_bytes[len(student.ids) - size :], 0)
     text_bytes = int(num_bytes.sum())
     dropped = {"normalized": 0, "unencodable": 0, "unmatched": 0}
     return Pairing(teacher, Alignment(
-        _chunk_of_last(len(student.ids), size), _chunk_of_last(len(teacher.ids), size),
+        _numbered(student.learned), _numbered(read.learned),
         chunk_start=num_bytes.cumsum() - num_bytes, chunk_bytes=num_bytes, student_tokens=ones,
         teacher_tokens=ones, exact=every, same_bytes=every, text_bytes=text_bytes,
         dropped=dropped))
 
 
-def _chunk_of_last(num_tokens, size):
-    """Return (num_tokens,) chunks: one for each of the last `size` tokens, none for the others."""
-    number = np.arange(num_tokens) - (num_tokens - size)
-    return np.where(number >= 0, number, -1)
+def _numbered(is_chunk):
+    """Return chunks: one for each token that is one, -1 for others."""
+    return np.where(is_chunk, is_chunk.cumsum() - 1, -1)
 
 
 def _pair_text(rollout, student, encoders, aligner):
@@ -440,19 +498,25 @@ def _pair_text(rollout, student, encoders, aligner):
 def _pair_chat(rollout, student, encoders, aligner):
     """Align what the assistant wrote; the teacher reads the chat by its own template."""
     chats = door("chats")
-    written = len(rollout.prompt.taught)  # number of the message
-    messages = [*rollout.prompt.taught, {"role": "assistant", "content": rollout.text}]
+    prompt = rollout.prompt
+    before = len(prompt.taught)
+    behind = rollout.messages or [{"role": "assistant", "content": rollout.text}]
+    messages = [*prompt.taught, *behind]
     try:
-        of_teacher = chats.render(messages, encoders[1], rollout.prompt.tools)
+        of_teacher = chats.render(messages, encoders[1], prompt.tools)
     except (chats.SkippedChat, TokenBeyondHead):
         return Pairing(skipped=True)
     encoded = chats.encode_chat(messages, of_teacher, encoders[1])
-    data = (rollout.prompt.text + rollout.text).encode(errors="replace")
-    first_byte = len(rollout.prompt.text.encode(errors="replace"))
-    stop = len(student.ids) - 1 if rollout.ended else None
-    turns = [chats.Turn(written, first_byte, len(data), stop)]
+    data = (prompt.text + rollout.text).encode(errors="replace")
+    first_byte = len(prompt.text.encode(errors="replace"))
+    turns = []
+    for turn in rollout.spans():
+        stop = len(prompt.ids) + turn.last - 1 if turn.ended else None
+        turns.append(chats.Turn(before + turn.message, first_byte + turn.first_byte,
+                                first_byte + turn.last_byte, stop))
     of_student = chats.Rendering(student.ids, student.located, data, turns)
-    of_teacher.turns = [turn for turn in of_teacher.turns if turn.message == written]
+    written = {turn.message for turn in turns}
+    of_teacher.turns = [turn for turn in of_teacher.turns if turn.message in written]
     both = of_student, of_teacher
     return Pairing(encoded, chats.pair_chats(both, encoders, aligner))
 

@@ -200,11 +200,13 @@ class Options:
         owner: whose options they are, for errors.
         defaults: {option: its default}, by whose type a value is read.
         check: function of all options as keywords; raises a ValueError.
+        main: the option that a word which is no object stands for; empty: none.
     """
 
     owner: str
     defaults: dict
     check: Callable = dict
+    main: str = ""
 
 
 def keywords_of(function, leave_out=()):
@@ -228,7 +230,9 @@ def read_options(config, name):
 
     options = options_for(config, name)
     text = getattr(config, name)
-    given = parse_json(f"--{name}", text, "; expected a JSON object") if text else {}
+    given = {options.main: text}
+    if not options.main or text.lstrip().startswith("{"):
+        given = parse_json(f"--{name}", text, "; expected a JSON object") if text else {}
     if not isinstance(given, dict):
         raise ValueError(f"--{name} {text}: expected a JSON object")
     values = dict(options.defaults)
@@ -447,11 +451,6 @@ def refusing(program=None, loud=False):
 
 # --- ranks, before torch is imported --------------------------------------------------------------
 
-# What launchers say of a rank: the smallest and the largest value; None: any.
-OF_LAUNCHERS = {"WORLD_SIZE": (1, None), "RANK": (0, None), "LOCAL_RANK": (0, None),
-                "LOCAL_SIZE": (1, None), "LOCAL_WORLD_SIZE": (1, None), "MASTER_PORT": (1, 65535)}
-
-
 def prepare_rank(program=None):
     """Make a process ready to import torch, or end it with a line where it can be no rank."""
     # Torch would print a lost connection, as to a rank that has ended, with thirty lines of C++.
@@ -459,27 +458,8 @@ def prepare_rank(program=None):
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, signal.SIG_DFL)  # no traceback of an import
     signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])  # see job/launcher.py
-    with refusing(program, loud=is_first_of_node()):
-        check_launcher()
+    if os.environ.get("WORLD_SIZE") or os.environ.get("LOCAL_RANK") or os.environ.get("RANK"):
+        from isogloss.flags.launcher_variables import check_launcher
 
-
-def check_launcher():
-    """Raise a ValueError where variables of the environment cannot be those of a rank."""
-    for name, (low, high) in OF_LAUNCHERS.items():
-        value = os.environ.get(name)
-        if not value:  # without a launcher
-            continue
-        is_number = value.isascii() and value.isdecimal()
-        if not is_number or int(value) < low or (high and int(value) > high):
-            expected = f"{low} to {high}" if high else f"{low} or more"
-            raise ValueError(f"the variable {name} is {value!r}; expected a number, {expected}; "
-                             "unset it, or let deepspeed or torchrun set what a rank needs")
-    rank = int(os.environ.get("RANK") or 0)
-    ranks = int(os.environ.get("WORLD_SIZE") or 1)
-    missing = [name for name in ("RANK", "MASTER_ADDR", "MASTER_PORT") if not os.environ.get(name)]
-    if ranks > 1 and missing:
-        raise ValueError(f"the variable WORLD_SIZE is {ranks}, and there is no "
-                         f"{' and no '.join(missing)}; start all ranks of a job by one launcher")
-    if rank >= ranks:
-        raise ValueError(f"the variable RANK is {rank} where WORLD_SIZE is {ranks}; expected less; "
-                         "start all ranks of a job by one launcher")
+        with refusing(program, loud=is_first_of_node()):
+            check_launcher()

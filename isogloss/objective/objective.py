@@ -87,6 +87,9 @@ class Part:
             kd = loss_fn(student, teacher, sub_tile, *[agreement] * self.is_observed)
             agreed = agreement.count if self.is_observed else zero
         rollout_kd = kd.detach() if sub_tile.on_policy else zero
+        if sub_tile.policy is not None:
+            kd = kd + door("environment").policy_pull(
+                student, sub_tile.student_labels, sub_tile.policy / self.weight)
         return torch.stack(TermSums(ce, kd, rollout_kd, correct, agreed))
 
     def tile_gradient(self, student, teacher, sub_tile, factors):
@@ -96,7 +99,7 @@ class Part:
         """
         if not (self.write_gradient and self.weight and len(teacher)):
             return None
-        if self.position_losses is not None:
+        if self.position_losses is not None or sub_tile.policy is not None:
             return None
         has_text = self.ce_weight is not None and not sub_tile.on_policy
         ce, kd, correct, agreed = self.write_gradient(student, teacher, sub_tile, factors, has_text)

@@ -75,11 +75,22 @@ class NodeWriter:
             patience: seconds that a job which is asked to end waits for them.
         """
         self._share_weights()
+        self._submit(starts, patience, is_new=True)
+
+    def more(self, starts):
+        """Return Completions of this rank's Prompts, by the weights of the latest `begin`.
+
+        All ranks take part.  Raises: see `finish`.
+        """
+        self._submit(starts, 0.0, is_new=False)
+        return self.finish()
+
+    def _submit(self, starts, patience, is_new):
         plain = [prompt_as_plain(prompt) for prompt in starts]
         prompts_of_ranks = values_of_ranks([node_name(), plain])
         if self.process:
             self.process.patience = patience
-            self.asked = self.thread.submit(self._ask, prompts_of_ranks)
+            self.asked = self.thread.submit(self._ask, prompts_of_ranks, is_new)
 
     def finish(self):
         """Return the Completions that `begin` asked for; all ranks take part.
@@ -123,13 +134,17 @@ class NodeWriter:
             self.process.close(is_busy=self.asked is not None and not self.asked.done())
             self.thread.shutdown()
 
-    def _ask(self, prompts_of_ranks):
-        """Return ({rank: completions} of the ranks of this node, as they are sent; seconds)."""
+    def _ask(self, prompts_of_ranks, is_new):
+        """Return ({rank: completions} of the ranks of this node, as they are sent; seconds).
+
+        Args:
+            is_new: its weights are not those that it has.
+        """
         begin = time.perf_counter()
-        if self.process.is_loaded:
-            self.process.refresh()
-        else:
+        if not self.process.is_loaded:
             self._load()
+        elif is_new:
+            self.process.refresh()
         of_node = []
         for rank, (node, prompts) in enumerate(prompts_of_ranks):
             if node == node_name():

@@ -34,6 +34,7 @@ from isogloss.data.rollouts import (
 )
 from isogloss.data.sample import TextEncoder
 from isogloss.data.workers import in_pinned_memory
+from isogloss.doors import door
 from isogloss.errors import EngineError, EngineStopped
 from isogloss.job.columns import to_device
 from isogloss.job.counts import Counts, PairCounts, Sums, global_sums, mean_of
@@ -87,9 +88,9 @@ def new_examples(drafts):
 
 
 def written_examples(examples, rollouts):
-    """Return {(source, copy): WrittenExample}."""
+    """Return {(source, copy): WrittenExample} of the Rollouts that are not None."""
     return {rollout.prompt.key: WrittenExample(rollout, example.route)
-            for example, rollout in zip(examples, rollouts)}
+            for example, rollout in zip(examples, rollouts) if rollout is not None}
 
 
 @dataclass
@@ -105,6 +106,7 @@ class Writer:
         readers: SequenceGroup of the ranks that read the same samples, or None.
         student: WholeStudent that writes, unless a process does.
         elsewhere: NodeWriter whose process writes, or None.
+        episodes: Episodes, of several turns; None: a rollout is one.
         written: {(source, copy): WrittenExample} of the current batch of rollouts.
         age: steps before the batch's first one in which it was written, 0 or 1.
         ahead: {(source, copy): WrittenExample} of the next batch, None before it is written.
@@ -124,6 +126,7 @@ class Writer:
     readers: SequenceGroup | None = None
     student: WholeStudent | None = None
     elsewhere: NodeWriter | None = None
+    episodes: object = None
     written: dict = field(default_factory=dict)
     age: int = 0
     ahead: dict | None = None
@@ -131,6 +134,10 @@ class Writer:
     begun: "Begun | None" = None
     seconds: float = 0.0
     records: list = field(default_factory=list)
+
+    @property
+    def reward_weight(self):
+        return self.episodes.options["reward_weight"] if self.episodes else 0.0
 
     # what the terminal shows
 
@@ -146,7 +153,8 @@ class Writer:
         repeated = metrics.get("eval/rollout/repeated_4grams")
         if repeated is None:
             return ""
-        keys = [key for key in metrics if key.startswith("eval/rollout/reverse_kl_per_byte")]
+        keys = [key for key in metrics if key.startswith("eval/rollout/reverse_kl_per_byte")
+                and "_turn_" not in key]
         nats = [f"{metrics[key]:#.3g} nats a byte, " for key in keys if metrics[key] is not None]
         return (f", own text {''.join(nats)}{repeated:.0%} repeated, "
                 f"{metrics['eval/rollout/truncated']:.0%} cut")
@@ -200,7 +208,8 @@ class Writer:
         if self.begun is None:
             return
         (examples, shard), self.begun = self.begun, None
-        rollouts = self._completed(shard, self.elsewhere.finish(), len(examples))
+        first = self.elsewhere.finish()
+        rollouts = self._completed(shard, len(examples), first, self.elsewhere.more)
         self.ahead = written_examples(examples, rollouts)
 
     def _to_be_moved(self, batch):
@@ -217,6 +226,9 @@ class Writer:
             rollouts = self.rollouts([example.content for example in examples], TRAINING)
             self.ahead = written_examples(examples, rollouts)
         self.written, self.ahead = self.ahead, None
+        if self.episodes:
+            rollouts = [example.rollout for example in self.written.values()]
+            self.episodes.compare(rollouts, self._counts_samples())
 
     def _lacks_any(self, examples):
         """Tell whether some rank misses a rollout in what was written ahead."""
@@ -237,52 +249,66 @@ class Writer:
         Args:
             purpose: first counter of the noise, TRAINING or HELD_OUT.
         """
-        shard, starts = self._starts(prompts, purpose)
         if self.elsewhere:
             self.finish()  # it answers in the order in which it is asked
+        shard, starts = self._starts(prompts, purpose)
+        if self.elsewhere:
             self.elsewhere.begin(starts)
-            return self._completed(shard, self.elsewhere.finish(), len(prompts))
+            return self._completed(shard, len(prompts), self.elsewhere.finish(),
+                                   self.elsewhere.more)
         with self.student.model() as (model, agree):
-            completions = write(
-                model, starts, stop_ids(self.encoder), len(self.encoder.table),
-                temperature=self.cfg.rollout_temperature, top_p=self.cfg.rollout_top_p,
-                batch_size=self.cfg.rollout_batch, pad_id=max(self.encoder.table.pad, 0),
-                agree=agree, equal_lengths=self.student.equal_lengths)
-        return self._completed(shard, completions, len(prompts))
+            def write_them(starts):
+                return write(
+                    model, starts, stop_ids(self.encoder), len(self.encoder.table),
+                    temperature=self.cfg.rollout_temperature, top_p=self.cfg.rollout_top_p,
+                    batch_size=self.cfg.rollout_batch, pad_id=max(self.encoder.table.pad, 0),
+                    agree=agree, equal_lengths=self.student.equal_lengths)
+
+            return self._completed(shard, len(prompts), write_them(starts), write_them)
 
     def _starts(self, prompts, purpose):
-        """Return (RolloutPrompts, Prompts) of this rank's share of its readers' work."""
+        """Return (RolloutPrompts, Prompts) of this rank's share of its readers' work.
+
+        With an environment all ranks take part, and there may be fewer Prompts.
+        """
         group = self.readers
         shard = prompts[group.rank :: group.size] if group else prompts
         starts = []
         for prompt in shard:
             key = self.cfg.seed, purpose, *prompt.key
             starts.append(Prompt(prompt.ids, key, prompt.max_new_tokens))
-        return shard, starts
+        return shard, self.episodes.begin(shard, starts) if self.episodes else starts
 
-    def _completed(self, shard, completions, num_prompts):
-        """Return the Rollouts of all ranks that read the same samples."""
-        written = []
-        for prompt, completion in zip(shard, completions):
-            written.append(completed(prompt, completion, self.encoder))
+    def _completed(self, shard, num_prompts, completions, write_more):
+        """Return the Rollouts of all ranks that read the same samples; all ranks take part.
+
+        Args:
+            completions: of the Prompts of `_starts`.
+            write_more: what writes further turns, Prompts -> Completions; all ranks take part.
+        """
+        if self.episodes:
+            written = self.episodes.run(completions, write_more)
+        else:
+            written = [completed(*both, self.encoder) for both in zip(shard, completions)]
         group = self.readers
         if not group:
             return written
-        plain = [rollout.to_plain() for rollout in written]
+        plain = [rollout and rollout.to_plain() for rollout in written]
         rollouts = [None] * num_prompts
         for rank, of_rank in enumerate(values_of_ranks(plain, group.group)):
-            rollouts[rank :: group.size] = [Rollout.from_plain(entry) for entry in of_rank]
+            rollouts[rank :: group.size] = [
+                entry and Rollout.from_plain(entry) for entry in of_rank]
         return rollouts
 
     def end_when(self, asked_to_end):
         """Wait for a process that writes only until asked_to_end() is true."""
-        if self.elsewhere:
-            self.elsewhere.end_when(asked_to_end)
+        for process in filter(None, (self.elsewhere, self.episodes)):
+            process.end_when(asked_to_end)
 
     def close(self):
-        """End the process that writes, if there is one."""
-        if self.elsewhere:
-            self.elsewhere.close()
+        """End the processes that write and that answer, if there are some."""
+        for process in filter(None, (self.elsewhere, self.episodes)):
+            process.close()
 
     def has_other_weights(self):
         """Tell whether what writes is not the student itself."""
@@ -351,6 +377,8 @@ class Writer:
             for number, part in enumerate(of_batch):
                 if part.rollout_nats is not None:
                     sums.teacher_nats[number] += float(part.rollout_nats.sum())
+        if self.episodes and batches[0].rollout_age == self.age:
+            sums.failed_episodes = self.episodes.failed
         for batch in batches if self._counts_samples() else []:
             sums.samples += len(batch.sample_ids)
             sums.skipped_prompts += batch.skipped_prompts
@@ -454,9 +482,10 @@ class Writer:
         prompts = [example.content for example in examples]
         for example, rollout in zip(examples, self.rollouts(prompts, HELD_OUT)):
             finished.append(Example(rollout, example.route))
-            if self._counts_samples():
+            if self._counts_samples() and rollout:
                 sums.samples += 1
                 sums.add(rollout)
+        sums.failed_episodes = self.episodes.failed if self.episodes else 0
         # rounded up: every rank takes part in what its teachers compute
         per_rank = -(-num_rows // num_readers)
         finished += [Example(None)] * (-(-per_rank // micro_batch_size) * micro_batch_size
@@ -479,6 +508,7 @@ def evaluate_rollouts(writer, setups):
     seconds = time.perf_counter() - begin
     counts = [PairCounts() for _ in setups]
     sums.teacher_nats = [0.0] * len(setups)
+    by_turn = {}
     nats_of_batches = []
     for batch in batches:
         batch = to_device(batch, writer.device)
@@ -490,6 +520,9 @@ def evaluate_rollouts(writer, setups):
             if teacher_batch.rollout_positions is not None:
                 nats_B = rollout_nats(logits, teacher_batch)
                 sums.teacher_nats[number] += float(nats_B.sum())
+                if writer.episodes and writer.readers is None:
+                    by_turn[number] = by_turn.get(number, 0) + door("environment").nats_by_turn(
+                        logits, teacher_batch, batch.student)
             nats_of_batches[-1].append(nats_B)
             counts[number].rollout_nats += batch.counts.pairs[number].rollout_nats
             counts[number].rollout_bytes += batch.counts.pairs[number].rollout_bytes
@@ -500,6 +533,8 @@ def evaluate_rollouts(writer, setups):
     names = [setup.name for setup in setups]
     writer.records = writer.first_records(batches, nats_of_batches, names, held_out=True)
     metrics |= compared(sums, whole.pairs, names)
+    if writer.episodes and writer.readers is None:
+        metrics |= door("environment").compared_by_turn(by_turn, names)
     return {f"rollout/{name}": value for name, value in metrics.items()}
 
 
@@ -533,22 +568,47 @@ class RolloutSums(Sums):
     entropy: float = 0.0
     repeated: float = 0.0
     noncanonical: float = 0
+    turns: float = 0
+    calls: float = 0
+    invalid_calls: float = 0
+    finished: float = 0
+    rewarded: float = 0
+    reward: float = 0.0
+    failed_episodes: float = 0
     seconds: float = 0.0
     teacher_nats: list = field(default_factory=list)
 
     def add(self, rollout):
         """Count a Rollout."""
+        size = int(rollout.is_written.sum())
         self.rollouts += 1
-        self.tokens += len(rollout.ids)
+        self.tokens += size
         self.num_bytes += len(rollout.text.encode())
         self.truncated += not rollout.ended
-        self.entropy += rollout.entropy * len(rollout.ids)
+        self.entropy += rollout.entropy * size
         self.repeated += rollout.repeated
         self.noncanonical += not rollout.is_canonical
+        if rollout.episode:
+            self.turns += rollout.episode["turns"]
+            self.calls += rollout.episode["calls"]
+            self.invalid_calls += rollout.episode["invalid_calls"]
+            self.finished += rollout.episode["ended"]
+            self.rewarded += rollout.episode["reward"] is not None
+            self.reward += rollout.episode["reward"] or 0.0
 
     def metrics(self):
         """Return the metrics, see docs/evaluate.md."""
-        return {
+        of_episodes = {}
+        if self.turns or self.failed_episodes:
+            of_episodes = {
+                "turns": mean_of(self.turns, self.rollouts),
+                "calls": mean_of(self.calls, self.rollouts),
+                "invalid_calls": mean_of(self.invalid_calls, self.calls + self.invalid_calls),
+                "finished": mean_of(self.finished, self.rollouts),
+                "reward": mean_of(self.reward, self.rewarded),
+                "failed_episodes": int(self.failed_episodes),
+            }
+        return of_episodes | {
             "share": mean_of(self.rollouts, self.samples),
             "skipped_prompts": int(self.skipped_prompts),
             "tokens": int(self.tokens),
@@ -567,14 +627,18 @@ def record_of(rollout, teacher_nats):
         teacher_nats: {name: -log q of the aligned tokens}.
     """
     num_bytes = max(len(rollout.text.encode()), 1)
+    turns = {}
+    if rollout.turns:
+        turns = {"messages": rollout.messages, "episode": rollout.episode,
+                 "turns": [turn[:2] for turn in rollout.turns]}
     per_byte = {name: nats / num_bytes for name, nats in teacher_nats.items()}
     return {
         "copy": rollout.prompt.key[1], "prompt": rollout.prompt.text,
         "text": rollout.text, "ids": rollout.ids.tolist(), "ended": rollout.ended,
         "temperature": rollout.temperature, "top_p": rollout.top_p,
-        "student_nats_per_byte": -float(rollout.logp.sum()) / num_bytes,
+        "student_nats_per_byte": -float(np.nansum(rollout.logp)) / num_bytes,
         "teacher_nats_per_byte": per_byte,
-    }
+    } | turns
 
 
 @dataclass
@@ -596,10 +660,20 @@ class RolloutHook:
             EngineError: what writes has other weights than the student.
         """
         state = self.state
+        logps = None
         if micro_batches[0].rollout_age:
+            logps = [current_logp(state.cfg, state.student, batch.student)
+                     for batch in micro_batches]
             self.metrics = weigh_by_ratio(
-                state.cfg, state.student, micro_batches, state.sequence_group)
-            return
+                state.cfg, state.student, micro_batches, state.sequence_group, logps)
+        else:
+            self._check_weights(micro_batches)
+        weight = state.writer.reward_weight
+        if weight:
+            door("environment").weigh_policy(state, micro_batches, logps, weight)
+
+    def _check_weights(self, micro_batches):
+        state = self.state
         self.metrics = {}
         if state.writer.has_other_weights():
             self.metrics = state.writer.gap(micro_batches)
@@ -635,10 +709,13 @@ def load_writer(state, inputs):
     elsewhere = None
     if cfg.writer_command:
         elsewhere = NodeWriter(cfg, state.engine, inputs.student, state.device)
+    episodes = None
+    if cfg.environment:
+        episodes = door("environment").load_episodes(cfg, inputs.student)
     return Writer(
         cfg, state.student, inputs.student, inputs.collator(cfg, state.device), prompter,
         inputs.data.held_out(cfg.rollout_eval), state.device, readers,
-        None if elsewhere else state.whole_student, elsewhere)
+        None if elsewhere else state.whole_student, elsewhere, episodes)
 
 
 def check_writing(writer):
@@ -648,4 +725,6 @@ def check_writing(writer):
     nowhere = np.full(1, -1)
     located = Located(nowhere, nowhere, np.zeros(1, np.int8))
     prompt = RolloutPrompt((0, 0), ids, "", located, None, 2)
+    episodes, writer.episodes = writer.episodes, None  # it is no chat
     writer.rollouts([prompt], HELD_OUT)
+    writer.episodes = episodes

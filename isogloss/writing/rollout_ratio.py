@@ -65,7 +65,7 @@ class RatioSums(Sums):
     limited: float = 0
 
 
-def weigh_by_ratio(cfg, student, batches, sequence_group):
+def weigh_by_ratio(cfg, student, batches, sequence_group, logps=None):
     """Weigh the terms of rollouts that older weights wrote; all ranks take part.
 
     A term at a place of a rollout weighs p / p_old of the tokens before it, because so much more
@@ -73,13 +73,15 @@ def weigh_by_ratio(cfg, student, batches, sequence_group):
 
     Args:
         batches: Batches, whose TeacherBatches are replaced.
+        logps: `current_logp` of each of them; None: it is asked for.
     Returns:
         metrics.
     """
+    if logps is None:
+        logps = [current_logp(cfg, student, batch.student) for batch in batches]
     sums = RatioSums()
     largest = 0.0
-    for batch in batches:
-        logp_BS = current_logp(cfg, student, batch.student)
+    for batch, logp_BS in zip(batches, logps, strict=True):
         if batch.student.logp is None or logp_BS is None:
             continue
         ratio_BS, largest_here = rollout_ratio(cfg, batch, logp_BS, sequence_group, sums)
