@@ -40,7 +40,7 @@ BEFORE = "teacher", "student"  # models before the arms
 STUDENTS_T = 12.71, 4.30, 3.18, 2.78
 BATCH, PER_PROMPT = 16, 4
 TOKENS = "--rollout_tokens=48"
-TEACHER_STEPS, FIRST_STEPS = 2500, 1200
+TEACHER_STEPS, FIRST_STEPS = 5000, 340
 SHAPE = dict(hidden_size=64, intermediate_size=192, num_hidden_layers=3, num_attention_heads=4,
              num_key_value_heads=4, max_position_embeddings=256)
 CALLS = ("{%% for c in m.tool_calls or [] %%}%s{{ c.function.name }}%s"
