@@ -188,7 +188,7 @@ def test_vllm_writes_turns(num_ranks, stage, flags, texts, tmp_path):
     assert lines[0]["rollout/turns"] > 1
     assert all(line["rollout/logp_gap"] < 1e-5 for line in lines if not line["rollout/staleness"])
     turns = {len(record["turns"]) for record in records_of(output).values()}
-    assert turns >= {1, 2}
+    assert len(turns) >= 2
 
 
 MIXTURE = dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=64)
