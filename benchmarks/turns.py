@@ -40,7 +40,7 @@ BEFORE = "teacher", "student"  # models before the arms
 STUDENTS_T = 12.71, 4.30, 3.18, 2.78
 BATCH, PER_PROMPT = 16, 4
 TOKENS = "--rollout_tokens=48"
-TEACHER_STEPS, FIRST_STEPS = 2500, 1200
+TEACHER_STEPS, FIRST_STEPS = 5000, 560
 SHAPE = dict(hidden_size=64, intermediate_size=192, num_hidden_layers=3, num_attention_heads=4,
              num_key_value_heads=4, max_position_embeddings=256)
 CALLS = ("{%% for c in m.tool_calls or [] %%}%s{{ c.function.name }}%s"
@@ -113,7 +113,7 @@ def prepare(folder):
     run(folder, "teacher", f"--student={folder / 'teacher0'}", "--kd_weight=0",
         f"--data={folder / 'solutions.jsonl'}", f"--steps={TEACHER_STEPS}", "--learning_rate=2e-3")
     run(folder, "student", f"--student={folder / 'student0'}", "--kd_weight=0",
-        f"--data={folder / 'few.jsonl'}", f"--steps={FIRST_STEPS}", "--learning_rate=1e-3")
+        f"--data={folder / 'few.jsonl'}", f"--steps={FIRST_STEPS}", "--learning_rate=2e-3")
 
 
 def run(folder, name, *flags):
@@ -145,8 +145,10 @@ def judged(folder, name, model):
                  "--steps=1", "--learning_rate=1e-9", "--on_policy=1", "--loss=reverse_kl",
                  "--environment=calculator", "--seed=99", TOKENS)
     first = json.loads((output / "metrics.jsonl").read_text().splitlines()[0])
-    return {key: first[f"eval/rollout/{key}"] for key in (
+    found = {key: first[f"eval/rollout/{key}"] for key in (
         "reward", "invalid_calls", "calls", "turns", "finished", "truncated")}
+    # those that were cut have no reward, and no right answer
+    return found | {"right": (found["reward"] or 0.0) * found["finished"]}
 
 
 def take_arm(folder, options, arm, seed):
@@ -200,11 +202,11 @@ def table(records):
     for record in records:
         by_arm.setdefault(record["arm"], {})[record["seed"]] = record
     for arm, by_seed in by_arm.items():
-        right = [100 * its["reward"] for its in by_seed.values()]
+        right = [100 * its["right"] for its in by_seed.values()]
         valid = [100 * (1 - (its["invalid_calls"] or 0)) for its in by_seed.values()]
         ahead = ""
         if arm not in ("data", *BEFORE) and "data" in by_arm:
-            pairs = [100 * (its["reward"] - by_arm["data"][seed]["reward"])
+            pairs = [100 * (its["right"] - by_arm["data"][seed]["right"])
                      for seed, its in by_seed.items() if seed in by_arm["data"]]
             ahead = "{:+.1f} ± {:.1f}".format(*mean_and_half(pairs))
         shown = ["{:.1f} ± {:.1f}".format(*mean_and_half(values)) if len(values) > 1
@@ -222,9 +224,8 @@ def main(options):
         return
     folder = Path(options.folder).resolve()
     folder.mkdir(parents=True, exist_ok=True)
-    if not (folder / "written.jsonl").exists():
-        prepare(folder)
-        write_solutions(folder)
+    prepare(folder)
+    write_solutions(folder)
     known = {(record["arm"], record["seed"]) for record in records}
     wanted = [(name, 0) for name in BEFORE]
     wanted += [(arm, int(seed)) for seed in options.seeds.split(",") for arm in ARMS]

@@ -42,8 +42,12 @@ LONG = [SHORT[0], SHORT[1], {"role": "user", "content": "Why?" + " Why" * 9},
         {"role": "assistant", "content": "Because some characters are special. " * 6}]
 
 
-def write_talkers(texts, folder, shapes=("ChatML", "Llama 3")):
-    """Write a student and a teacher; return their folders.  The student often ends its turns."""
+def write_talkers(texts, folder, shapes=("ChatML", "Llama 3"), size=None):
+    """Write a student and a teacher; return their folders.  The student often ends its turns.
+
+    Args:
+        size: of the models; None: that of other tests.
+    """
     folders = []
     for number, shape in enumerate(shapes):
         tokenizer = demo.unigram(texts, 350) if not number else demo.byte_level_bpe(texts, 500)
@@ -52,7 +56,7 @@ def write_talkers(texts, folder, shapes=("ChatML", "Llama 3")):
         tokenizer.add_special_tokens({"additional_special_tokens": marks})
         tokenizer.chat_template = template
         path = folder / f"{number}"
-        model = demo.llama(tokenizer, SHAPE, number + 1)
+        model = demo.llama(tokenizer, size or SHAPE, number + 1)
         model.config.max_position_embeddings = 512
         if not number:
             end_often(model, tokenizer.convert_tokens_to_ids("<|im_end|>"))

@@ -23,6 +23,7 @@ from transformers import AutoModelForCausalLM
 from isogloss.teachers.text_server import TextServer
 from jobs import ds_config, losses_of, run_all, write_corpus
 from ranks import free_port
+from talkers import write_talkers
 from test_on_policy import records_of, written_by
 from test_real_model import HELD_OUT, TOOLS, asked, lesson
 from test_teacher_engine import check_same
@@ -160,6 +161,34 @@ def test_vllm_writes_with_the_students_weights(name, tokenizers, models, texts, 
     rollouts = written_by(output)
     assert len({tuple(ids) for ids, _ in rollouts.values()}) > 8
     assert max(max(ids) for ids, _ in rollouts.values()) < len(tokenizers[0])
+
+
+@pytest.mark.parametrize("num_ranks, stage, flags", [
+    (1, 0, ["--staleness=0"]), (2, 3, [])])
+def test_vllm_writes_turns(num_ranks, stage, flags, texts, tmp_path):
+    """What it said of the tokens of every turn is what the student says of the whole chat."""
+    student, teacher = write_talkers(
+        texts, tmp_path, size=SHAPE | {"max_position_embeddings": 240, "initializer_range": 0.1})
+    rows = [json.dumps({"messages": [{"role": "user", "content": f"What is {number} + 1?"},
+                                     {"role": "assistant", "content": f"{number + 1}"}],
+                        "answer": number + 1}) for number in range(30)]
+    (tmp_path / "rows.jsonl").write_text("\n".join(rows))
+    config = ds_config(tmp_path / "ds.json", stage, 4 // num_ranks, 2)
+    output = tmp_path / "run"
+    asked = {"function": f"{Path(__file__).with_name('talk_environment.py')}:talk",
+             "max_turns": 3, "reward_weight": 0.1}
+    run_all(num_ranks, [
+        f"--ds_config={config}", f"--student={student}", f"--teacher={teacher}", "--steps=3",
+        f"--data={tmp_path / 'rows.jsonl'}", "--text_key=messages", "--max_length=240",
+        "--eval_rows=6", "--on_policy=1", "--rollout_tokens=16", "--rollouts_per_prompt=2",
+        "--rollout_log=8", "--rollout_eval=4", "--loss=reverse_kl", f"--output_dir={output}",
+        f"--environment={json.dumps(asked)}", f"--writer={PYTHON} -m isogloss.vllm_writer",
+        *flags])
+    lines = [line for line in losses_of(output, 0) if "loss" in line]
+    assert lines[0]["rollout/turns"] > 1
+    assert all(line["rollout/logp_gap"] < 1e-5 for line in lines if not line["rollout/staleness"])
+    turns = {len(record["turns"]) for record in records_of(output).values()}
+    assert len(turns) >= 2
 
 
 MIXTURE = dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=64)
