@@ -88,7 +88,7 @@ FLAGS = {
         "projection_learning_rate: is for learn_projection; add it",
     '--loss=projection_kl --loss_options={"chunk_average":"logp"} --teacher_output=topk':
         "chunk_average logp: a mean of logarithms needs all of",
-    '--loss=uld --loss_options={"chunk_average":"logp"}': "--loss uld takes none",
+    '--loss=uld --loss_options={"chunk_average":"logp"}': "--loss uld has max_divergence",
     '--loss=gold --loss_options={"chunk_average":"log"}': "expected one of p, logp",
     "--dump_losses={folder}/comma.json": "comma.json: nothing can be written to",
     "--kd_weight=0 --ce_weight=0": "nothing would be learned",
