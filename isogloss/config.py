@@ -572,7 +572,7 @@ class Config(ModelFlags, DataFlags, LossFlags, OnPolicyFlags,
         if self.token_weights not in ("", "early"):
             from isogloss.flags.early import settled
 
-            self.token_weights = settled(self)
+            self.token_weights = settled(self, HALF_LIFE)
 
     def check_held_out(self):
         """Raise a ValueError for held-out rows without a number, of data without an end."""

@@ -83,7 +83,7 @@ FLAGS = {
         "--loss_options: skew=1.0: expected a number, 0 or more and below 1",
     "--dynamic_scale --ce_weight=0": "needs both losses, because",
     '--loss=gold --loss_options={"learn_projection":true}': "unknown option 'learn_projection'; "
-        "--loss gold has uncommon_topk, chunk_average, reverse",
+        "--loss gold has uncommon_topk, reverse, chunk_average",
     '--loss=projection_kl --loss_options={"projection_learning_rate":1}':
         "projection_learning_rate: is for learn_projection; add it",
     '--loss=projection_kl --loss_options={"chunk_average":"logp"} --teacher_output=topk':

@@ -3,12 +3,11 @@
 Tests: tests/test_config.py.
 """
 
-from isogloss.config import HALF_LIFE
-
-
-def settled(cfg):
+def settled(cfg, usual):
     """Return --token_weights, in the one form of what it means; a run has one identity.
 
+    Args:
+        usual: half-life that the word early alone means, in learned tokens.
     Raises:
         ValueError: it means nothing, or a column that no entry of data names.
     """
@@ -28,4 +27,4 @@ def settled(cfg):
         raise ValueError(f"--token_weights {cfg.token_weights}: expected early, early:N (the "
                          "learned tokens after which a weight is half as large, 0.1 to 1e9) or "
                          "column")
-    return "early" if half_life == HALF_LIFE else f"early:{half_life:.15g}"
+    return "early" if half_life == usual else f"early:{half_life:.15g}"
