@@ -3,6 +3,7 @@
 Tests: tests/test_config.py.
 """
 
+
 def settled(cfg, usual):
     """Return --token_weights, in the one form of what it means; a run has one identity.
 
