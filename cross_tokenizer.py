@@ -189,7 +189,7 @@ def check_parameters(name, parameters):
     known = set(inspect.signature(LOSSES[name].function).parameters)
     if "options" in known:
         known |= set(inspect.signature(losses.position_divergence).parameters)
-    settings = known & {*loss_bounds.NUMBERS, *loss_bounds.CHOICES, "kept_K"}
+    settings = known & {*loss_bounds.NUMBERS, *loss_bounds.CHOICES, "kept_K"} | {"max_divergence"}
     if LOSSES[name].needs == "translation":
         settings.add("text_weight")  # 1: there is no cross-entropy beside it
     for parameter, value in parameters.items():
@@ -367,7 +367,8 @@ class CrossTokenizerKD:
         loss: a key of `LOSSES`.
         tables: what the loss works on, see `read_tables`; None: built here.
         max_length: tokens of a text on either side, at most; both are cut at the same byte.
-        parameters: of the loss (temperature, beta, ...).
+        parameters: of the loss (temperature, beta, ...); max_divergence: nats that a term has at
+            most, before tau^2, 0 for any.
     Raises:
         ValueError: see `check_parameters` and `read_tables`; a tokenizer without tokenizer.json.
     """
@@ -388,6 +389,9 @@ class CrossTokenizerKD:
             check_columns(parameters["kept_K"], len(self.token_tables[1]))
         if self.spec.prepare:
             self.tables = self.spec.prepare(*self.tables)
+        limit = parameters.pop("max_divergence", 0)
+        if limit:
+            parameters["bound"] = partial(torch.clamp, max=limit)
         self.max_length = max_length
         self.parameters = parameters
         self.has_warned = False

@@ -30,12 +30,13 @@ NUMBERS = {
     "skew": Bounds(0, 1, is_below=True),  # at 1 the mixture would be the teacher itself
     "alpha": Bounds(0, 1),
     "text_weight": Bounds(0, 1e6),
+    "max_divergence": Bounds(0, 1e6),
     "top_k": Bounds(0, 2**20, is_whole=True),
     "uncommon_topk": Bounds(1, 2**20, is_whole=True),
     "max_length": Bounds(2, 2**31, is_whole=True),
 }
 CHOICES = {
-    "support": ("teacher", "student"),
+    **dict.fromkeys(("support", "topk_of"), ("teacher", "student")),  # topk_of: of a job
     "chunk_average": ("p", "logp"),
     "reverse": (False, True),
 }

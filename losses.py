@@ -13,6 +13,7 @@ count over the *whole* batch, so that neither micro-batches nor ranks change the
 
     weight_BS: (B, S) float, weight of the terms that begin at a student position; None: 1.
     reduction: "sum"; "sample": (B,) sums and counts; "none": (N,) terms and weights, in order.
+    bound: Bound of the terms, before tau^2 and weights; None: none.
 
 Shapes: B samples, S student tokens, T teacher tokens, C chunks, V student vocabulary, W teacher
 vocabulary, K kept entries, P pieces of a spelling, N rows of terms, X either vocabulary.  Logits at
@@ -37,6 +38,7 @@ from torch import Tensor
 SumAndCount = tuple[Tensor, Tensor]
 # is shown the (C, K) logarithms of a student's and its teacher's masses that a loss compares
 Observer = Callable[[Tensor, Tensor], None]
+Bound = Callable[[Tensor], Tensor]  # (N,) terms in nats -> as many, such as terms.clamp(max=1)
 
 SHIFT = 70.0  # nats; exp(SHIFT) lifts small masses above float32's smallest, see log_masses
 EPSILON = 1e-10  # added to projected probability, so that no token costs more than about 23 nats
@@ -58,8 +60,9 @@ def at_least(x: Tensor, low: float) -> Tensor:
     return F.threshold(x, low, low)
 
 
-def scaled(x: Tensor, factor: float) -> Tensor:
-    """Return factor * x, and x itself where the factor is 1."""
+def scaled(x: Tensor, factor: float, bound: "Bound | None" = None) -> Tensor:
+    """Return factor * bound(x), and x itself where the factor is 1 and nothing bounds it."""
+    x = bound(x) if bound else x
     return x if factor == 1 else factor * x
 
 
@@ -386,7 +389,7 @@ def position_divergence(
     name: str, student_logits_BSV: Tensor, teacher_logits_BSV: Tensor, mask_BS: Tensor | None, *,
     temperature: float = 1.0, teacher_temperature: float | None = None, top_k: int = 0,
     support: str = "teacher", tail: bool = True, weight_BS: Tensor | None = None,
-    reduction: str = "sum", coefficient: float = 0.0,
+    reduction: str = "sum", coefficient: float = 0.0, bound: Bound | None = None,
 ) -> SumAndCount:
     """Sum tau^2 D(q, p) over positions, q = softmax(teacher / tau), p = softmax(student / tau).
 
@@ -426,7 +429,7 @@ def position_divergence(
         empty_NK = judge.gather(1, ids_NK) <= log_zero + 1
         logp = top_k_buckets(logp, ids_NK, empty_NK, tail)
         logq = top_k_buckets(logq, ids_NK, empty_NK, tail)
-    value_N = scaled(divergence_of(name, logp, logq, coefficient), temperature**2)
+    value_N = scaled(divergence_of(name, logp, logq, coefficient), temperature**2, bound)
     return reduce_terms(value_N, row_N, shape_BS, weight_BS, reduction)
 
 
@@ -764,7 +767,7 @@ def projection_kl(
     *, kept_K: Tensor | None = None, temperature: float = 1.0, chunk_average: str = "p",
     reverse: bool = False, weight_BS: Tensor | None = None, reduction: str = "sum",
     entries: "Entries | None" = None, chunks: Chunks | None = None, has_rest: bool = False,
-    observe: Observer | None = None,
+    observe: Observer | None = None, bound: Bound | None = None,
 ) -> SumAndCount:
     """Compute P-KL: the sum over chunks of tau^2 KL(target || r) in the teacher's vocabulary.
 
@@ -816,7 +819,7 @@ def projection_kl(
     if observe:
         observe(log_r_CK, log_target_CK)
     kl_C = _kl(log_r_CK, log_target_CK) if reverse else _kl(log_target_CK, log_r_CK)
-    value_C = scaled(kl_C, temperature**2)
+    value_C = scaled(kl_C, temperature**2, bound)
     return reduce_terms(value_C, chunks.first_S, student_chunk_BS.shape, weight_BS, reduction)
 
 
@@ -970,9 +973,9 @@ def other_tokens(ids_N: Tensor, size: int) -> Tensor:
 def gold(
     student_logits_BSV: Tensor, teacher_logits_BTW: Tensor, student_chunk_BS: Tensor,
     teacher_chunk_BT: Tensor, common_V: Tensor, common_W: Tensor, *, temperature: float = 1.0,
-    uncommon_topk: int = 8192, chunk_average: str = "p", reverse: bool = False,
-    weight_BS: Tensor | None = None, reduction: str = "sum", chunks: Chunks | None = None,
-    rest: tuple[Tensor, Tensor] | None = None, observe: Observer | None = None,
+    uncommon_topk: int = 8192, reverse: bool = False, reduction: str = "sum",
+    weight_BS: Tensor | None = None, chunks: Chunks | None = None, observe: Observer | None = None,
+    chunk_average: str = "p", rest: tuple[Tensor, Tensor] | None = None, bound: Bound | None = None,
 ) -> SumAndCount:
     """Compute the KL on common tokens plus the distance of the sorted probabilities of the rest.
 
@@ -1013,7 +1016,7 @@ def gold(
     kl_C = _kl(logp, logq) if reverse else _kl(logq, logp)
     num_compared = min(uncommon_topk, len(others.student), len(others.teacher))
     distance_C = sorted_distance(logp_others.exp(), logq_others.exp(), num_compared)
-    value_C = scaled(kl_C + distance_C, temperature**2)
+    value_C = scaled(kl_C + distance_C, temperature**2, bound)
     return reduce_terms(value_C, chunks.first_S, student_chunk_BS.shape, weight_BS, reduction)
 
 
@@ -1070,9 +1073,9 @@ def _falling(x_NX: Tensor, width: int) -> Tensor:
 def uld(
     student_logits_BSV: Tensor, teacher_logits_BTW: Tensor, student_next_BS: Tensor,
     teacher_next_BT: Tensor, student_chunk_BS: Tensor, teacher_chunk_BT: Tensor, *,
-    temperature: float = 1.0, common: tuple[Tensor, Tensor] | None = None,
-    matched_weight: float | None = None, weight_BS: Tensor | None = None, reduction: str = "sum",
-    chunks: Chunks | None = None, rest: tuple[Tensor, Tensor] | None = None,
+    temperature: float = 1.0, common: tuple[Tensor, Tensor] | None = None, reduction: str = "sum",
+    matched_weight: float | None = None, chunks: Chunks | None = None, bound: Bound | None = None,
+    weight_BS: Tensor | None = None, rest: tuple[Tensor, Tensor] | None = None,
 ) -> SumAndCount:
     """Sum over chunks sum |sorted p - sorted q| (ULD, arXiv:2402.12030); needs no projection.
 
@@ -1108,6 +1111,7 @@ def uld(
     else:
         tokens = _common_and_others(x_NV, y_MW, common, rest)
         value_C = _hybrid_uld(p_CV, q_CW, *tokens, matched_weight)
+    value_C = scaled(value_C, 1, bound)
     return reduce_terms(value_C, chunks.first_S, student_chunk_BS.shape, weight_BS, reduction)
 
 
@@ -1160,7 +1164,7 @@ def alm(
     student_logits_BSV: Tensor, teacher_logits_BTW: Tensor, student_next_BS: Tensor,
     teacher_next_BT: Tensor, student_chunk_BS: Tensor, teacher_chunk_BT: Tensor, *,
     temperature: float = 1.0, weight_BS: Tensor | None = None, reduction: str = "sum",
-    chunks: Chunks | None = None,
+    chunks: Chunks | None = None, bound: Bound | None = None,
 ) -> SumAndCount:
     """Sum KL(Bern(q) || Bern(p)) over chunks, the models' probabilities of the chunk's own bytes.
 
@@ -1183,7 +1187,7 @@ def alm(
     # the temperature applies to the chunk, not to its tokens' distributions, whence the 1.0
     logp_C = chunk_logp(x_NV, student_next_BS, chunks.row_S, chunks.of_S, num_chunks, 1.0)
     logq_C = chunk_logp(y_MW, teacher_next_BT, chunks.row_T, chunks.of_T, num_chunks, 1.0)
-    value_C = alm_of_chunks(logp_C, logq_C, temperature)
+    value_C = scaled(alm_of_chunks(logp_C, logq_C, temperature), 1, bound)
     return reduce_terms(value_C, chunks.first_S, student_chunk_BS.shape, weight_BS, reduction)
 
 

@@ -391,7 +391,7 @@ def translated(
     divergence: Callable[..., losses.SumAndCount] = losses.forward_kl, temperature: float = 1.0,
     weight_BS: Tensor | None = None, reduction: str = "sum",
     text_weight: float = 0.0, has_rest: bool = False, of_roots: Callable[..., Tensor] = root_values,
-    cells: CellColumns | None = None, **parameters: Any,
+    cells: CellColumns | None = None, bound: losses.Bound | None = None, **parameters: Any,
 ) -> losses.SumAndCount:
     """Compare the teacher's belief, translated, with the student, node by node.
 
@@ -413,6 +413,7 @@ def translated(
             other nodes than roots tokens that are not kept count as tokens that do not come.
         of_roots: `root_values`, or what computes the same, as torch.compile makes it of that.
         cells: `CellColumns.of` the tables, where many batches share it.
+        bound: of a root and its choices together, of an inside and of a rest; not of the text.
         parameters: of the divergence (beta, skew, alpha, ...); top_k and support choose among the
             cells of a node by their masses.
     Returns:
@@ -439,6 +440,9 @@ def translated(
         answers, y_MW, nodes, target, goes, compare=compare, temperature=temperature)
     if len(nodes.choices.level):
         value_N = value_N + nodes.choices.roots.sum(choice_K)
+    if bound:
+        value_N, inside_K = bound(value_N), bound(inside_K)
+        rest_M = rest_M if text_weight else bound(rest_M)
     if text_weight:
         share = text_weight / temperature**2  # the text is not softened
         value_N = value_N + share * _text_in_cells(x_root, nodes.roots.next_S, tables)

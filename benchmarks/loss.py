@@ -174,7 +174,7 @@ def build_loss(name, V, W, kept_K, tables, device, backend) -> loss_table.Distil
     # all that is asked of the tokenizers: their sizes, and whether they are equal
     pair = SimpleNamespace(tables=(range(V), range(W)), fingerprints=(True, name in DIVERGENCES))
     projection = random_projection(V, W, device)
-    with (mock.patch.object(loss_table, "translation_fields", lambda pair: tables._asdict()),
+    with (mock.patch.object(loss_table, "cached_translation", lambda pair: tables._asdict()),
           mock.patch.object(projected, "_projection", lambda *_: projection)):
         loss = loss_table.LOSSES[name].build(cfg, pair, device)
     if name == "projection_kl":

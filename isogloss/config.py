@@ -22,7 +22,7 @@ from isogloss.flags.parse import (
     refusing,
 )
 from isogloss.flags.together import check_idle, check_together, is_set, shown
-from isogloss.loss_bounds import CHOICES, NUMBERS
+from isogloss.loss_bounds import NUMBERS
 
 HALF_LIFE = 256  # of --token_weights early, learned tokens.  Not tuned.
 LEAST_AUTO_MIB, MOST_AUTO_MIB = 512, 16_384  # of --loss_memory_mib auto.  Not tuned.
@@ -216,13 +216,8 @@ class LossFlags:
         1.0, "softens what the distillation loss compares of both models, 0.001 to 1000.",
         **bounds_of("temperature"), key="temperature")
     loss_topk: int = flag(
-        0, "tokens (or cells, see docs/piece_kl.md) that divergences compare, the most likely "
-        "ones of loss_topk_of, with one bucket for the rest. 0 compares all.",
-        **bounds_of("top_k"), key="loss_topk")
-    loss_topk_of: str = flag(
-        "teacher", "whose most likely tokens (or cells) loss_topk keeps: teacher or student. "
-        "student is usual for reverse_kl on texts that the student wrote.",
-        choices=CHOICES["support"], key="loss_topk_of")
+        0, "tokens (or cells, see docs/piece_kl.md) that divergences compare, the teacher's most "
+        "likely, with one bucket for the rest. 0: all.", **bounds_of("top_k"), key="loss_topk")
     projection: str = flag(
         "", "file of projection_tools.build for projection_kl, gold and h_kl. Empty: it is built "
         "in flight and cached.", key="projection")
@@ -540,25 +535,9 @@ class Config(ModelFlags, DataFlags, LossFlags, OnPolicyFlags,
         if self.quantize and importlib.util.find_spec("bitsandbytes") is None:
             raise ValueError(f"--quantize {self.quantize}: needs bitsandbytes, which is not "
                              "installed; pip install bitsandbytes==0.50.2")
-        self._check_token_weights()
         if self.resume not in ("auto", "never") and not Path(self.resume).is_dir():
             raise ValueError(f"--resume={self.resume}: expected auto, never or the directory of a "
                              "checkpoint")
-
-    def _check_token_weights(self):
-        kind, _, number = self.token_weights.partition(":")
-        if self.token_weights in ("", "column", "early"):
-            return
-        try:
-            half_life = float(number)
-        except ValueError:
-            half_life = 0.0
-        if kind != "early" or not 0.1 <= half_life <= 1e9:
-            raise ValueError(f"--token_weights {self.token_weights}: expected early, early:N (the "
-                             "learned tokens after which a weight is half as large, 0.1 to 1e9) or "
-                             "column")
-        # one name, so that a run has one identity
-        self.token_weights = "early" if half_life == HALF_LIFE else f"early:{half_life:.15g}"
 
     @property
     def has_weights(self):
@@ -602,11 +581,10 @@ class Config(ModelFlags, DataFlags, LossFlags, OnPolicyFlags,
         if self.learn_projection and not self.kd_weight:
             raise ValueError("--loss_options: learn_projection with --kd_weight 0: nothing would "
                              "train it; leave it out")
-        if self.token_weights == "column" and not self.has_weights:
-            from isogloss.flags.other_names import MOVED
+        if self.token_weights not in ("", "early"):
+            from isogloss.flags.early import settled
 
-            raise ValueError("--token_weights column: of which column? name it as weight_key of an "
-                             f"entry of data: {MOVED['weight_key'][1]}")
+            self.token_weights = settled(self, HALF_LIFE)
 
     def check_held_out(self):
         """Raise a ValueError for held-out rows without a number, of data without an end."""
@@ -659,8 +637,7 @@ class Config(ModelFlags, DataFlags, LossFlags, OnPolicyFlags,
     @property
     def follows_student(self):
         """Whether the loss compares what the student finds most likely."""
-        return (self.loss_topk > 0 and self.loss_topk_of == "student"
-                and "loss_topk" in loss_table()[self.loss].flags)
+        return self.loss_topk > 0 and self.options_of_loss.get("topk_of") == "student"
 
     def reading_of_rest(self, student, encoder):
         """Return how the loss reads truncated rows: (temperature of the rest, does it read draws?).
@@ -800,6 +777,9 @@ def check_teacher_flags(cfg):
                 raise ValueError(f"--teachers: {key} {value} of {name}: --teacher_weights "
                                  f"{cfg.teacher_weights} has one loss, the first teacher's; leave "
                                  "it out")
+    following = [of for of in configs.values() if of.options_of_loss.get("topk_of") == "student"]
+    if following and not any(of.loss_topk for of in following):
+        raise ValueError("--loss_options: topk_of student: is for --loss_topk; add it")
     losses = ", ".join(dict.fromkeys(teacher_cfg.loss for teacher_cfg in configs.values()))
     is_weighed = any(of.token_weights == "column" for of in configs.values())
     if cfg.has_weights and not is_weighed:

@@ -124,6 +124,8 @@ DOORS: dict[str, Door] = {
                     ("objective.untiled",)),
     "loss_dump": Door("--dump_losses", "The loss of each chunk, in files.",
                       ("objective.loss_dump",)),
+    "bounded": Door("max_divergence in --loss_options", "Terms of a loss with a limit.",
+                    ("objective.bounded",)),
     # the teachers
     "own": Door("--teacher self with --teacher_ema", "A teacher that follows the student.",
                 ("teachers.own",)),
@@ -179,7 +181,7 @@ DOORS: dict[str, Door] = {
 # two tokenizers, which spelling.py makes, are on disk from the second run on.
 TOOLS = (
     "align_dp", "spelling", "rollout", "policy_losses",
-    "data.options.term_weights", "data.options.text_keys",
+    "data.options.term_weights", "data.options.text_keys", "flags.early",
     "flags.lists", "flags.tool", "job.commands.engine_process", "job.commands.kept_process",
     "job.ipc", "job.sequence_group", "job.trial", "job.several.values",
     "projection_tools.__main__", "projection_tools.save", "models.adapter_parts",

@@ -4,6 +4,7 @@ A loss of one vocabulary compares the positions of a `LogitsCase`; one of two vo
 ids and tables of a `cases.Case`.
 """
 
+import math
 from collections.abc import Callable
 from functools import partial
 from typing import NamedTuple
@@ -28,7 +29,7 @@ class Problem(NamedTuple):
     x, y: logits of the student, with a gradient, and of the teacher, float64.
     reads: (B, S) and (B, T) bool, the rows of either side that may be read.
     compute: (x, y, samples, **options) -> (sum, count); options are weight_BS and reduction.
-    definition: () -> (sum, count) by the oracle.
+    definition: (limit of a term before tau^2, infinity unless given) -> (sum, count) by the oracle.
     """
 
     x: torch.Tensor
@@ -44,8 +45,9 @@ class Problem(NamedTuple):
         return self.compute(x, y, samples, **options)
 
 
-def summed(terms):
-    return sum(terms, oracle.ZERO), len(terms)
+def summed(terms, limit=math.inf):
+    """Return (sum, count) of terms, each of which counts as the limit at most."""
+    return sum((term if term <= limit else limit for term in terms), oracle.ZERO), len(terms)
 
 
 # --- one vocabulary -------------------------------------------------------------------------------
@@ -90,13 +92,13 @@ def divergence_problem(name, selection, parameters, seed, tau=1.0, samples=2, eq
         return getattr(losses, name)(
             x, y, case.mask[samples], temperature=tau, **parameters, **options, **selection)
 
-    def definition():
+    def definition(limit=math.inf):
         options = dict(selection)
         teacher_tau = options.pop("teacher_temperature", None)
         coefficient = next(iter(parameters.values()), 0.0)
         terms = oracle.positions(name, case.x, case.y, case.mask, tau, teacher_tau,
                                  coefficient=coefficient, **options)
-        return summed([term for _, _, term in terms])
+        return summed([term for _, _, term in terms], limit * tau**2)
 
     return case.problem(compute, definition)
 
@@ -154,7 +156,7 @@ class ChunkLoss(NamedTuple):
     """A loss of two vocabularies.
 
     compute: (x, y, ids, terms, tables, **options) -> (sum, count).
-    definition: (case, tables, tau) -> (sum, count).
+    definition: (case, tables, tau, limit) -> (sum, count).
     list_terms: (ids, tables) -> what is known before any forward pass.
     """
 
@@ -167,16 +169,16 @@ def of_chunks(function, definition, arguments=lambda tables: {}, reads_next=Fals
     """Return the ChunkLoss of a function that compares whole chunks.
 
     Args:
-        definition: (case, tables, tau) -> terms, or (sum, count).
+        definition: (case, tables, tau) -> terms.
         arguments: tables -> further arguments of the function.
     """
     def compute(x, y, ids, terms, tables, **options):
         ids = ids if reads_next else ids[2:]
         return function(x, y, *ids, chunks=terms, **arguments(tables), **parameters, **options)
 
-    def total(case, tables, tau):
-        result = definition(case, tables, tau)
-        return summed(result) if isinstance(result, list) else result
+    def total(case, tables, tau, limit):
+        factor = 1 if reads_next else tau**2  # what reads the text's tokens has no tau^2
+        return summed(definition(case, tables, tau), limit * factor)
 
     return ChunkLoss(compute, total)
 
@@ -226,10 +228,10 @@ def translated_loss(name, **top_k):
         return translated(x, y, terms, tables.translation, cells=tables.cells,
                           divergence=getattr(losses, name), **parameters, **top_k, **options)
 
-    def definition(case, tables, tau):
+    def definition(case, tables, tau, limit):
         nodes = oracle.Translation(case.A, case.B, set(), {}, **top_k)
         terms = nodes.terms(case.x, case.y, case.ids.next_S, *case.ids, name, tau,
-                            next(iter(parameters.values()), 0.0))
+                            next(iter(parameters.values()), 0.0), limit=limit)
         return sum(term for *_, term in terms), sum(counts for _, _, counts, _ in terms)
 
     # without joins, what was read does not matter
@@ -279,7 +281,7 @@ def chunk_problem(name, seed, tau=1.0, **shape):
     if name.startswith("translated"):  # a translation asks the row behind a text's last token, too
         reads[1] = reads[1] | reads[1].roll(1, 1)
     return Problem(case.x, case.y, tuple(reads), compute,
-                   lambda: spec.definition(case, tables, tau))
+                   lambda limit=math.inf: spec.definition(case, tables, tau, limit))
 
 
 PROBLEMS = {

@@ -117,10 +117,10 @@ def projection_kl(
     x, y, student_chunk, teacher_chunk, indices, likelihoods, kept=None, tau=1.0, reverse=False,
     chunk_average="p",
 ):
+    """Return [term] per chunk."""
     num_teacher_tokens = y.shape[-1]
     kept = list(range(num_teacher_tokens)) if kept is None else kept.tolist()
-    result = 0.0
-    count = 0
+    terms = []
     for b, student_positions, teacher_positions in chunks(student_chunk, teacher_chunk):
         mapped = [ZERO] * num_teacher_tokens
         for t in student_positions:
@@ -130,9 +130,8 @@ def projection_kl(
         mean = [mapped[w] / len(student_positions) for w in kept]
         r = [mass / (sum(mean) + 1e-10) + 1e-10 for mass in mean]
         target = chunk_mean(y[..., kept], b, teacher_positions, tau, chunk_average)
-        result = result + tau**2 * (kl(r, target) if reverse else kl(target, r))
-        count += 1
-    return result, count
+        terms.append(tau**2 * (kl(r, target) if reverse else kl(target, r)))
+    return terms
 
 
 # --- pieces ---------------------------------------------------------------------------------------
@@ -301,11 +300,11 @@ class Translation:
         return None
 
     def terms(self, x, y, student_ids, student_next, teacher_next, student_chunk, teacher_chunk,
-              name, tau=1.0, coefficient=0.0, text_weight=0.0):
-        """Return [(sample, student position, counts, term)]."""
+              name, tau=1.0, coefficient=0.0, text_weight=0.0, limit=math.inf):
+        """Return [(sample, student position, counts, term)]; limit: of a position's divergence."""
         self.name, self.tau, self.coefficient = name, tau, coefficient
         found = chunks(student_chunk, teacher_chunk)
-        terms = []
+        terms, texts = [], []
         for b, rows_S, rows_T in found:
             p = [softmax(x[b, t]) for t in rows_S]
             # a row behind the last chunk tells how that goes on, unless the text is cut there
@@ -328,19 +327,31 @@ class Translation:
                          if cell == self.cell_of_student[v]]
                 share = softmax(x[b, rows_S[0]])[alike]
                 text = -(share[alike.index(v)] / share.sum()).log()
-                terms.append((b, rows_S[0], 0, text_weight * text / tau**2))
+                texts.append((b, rows_S[0], 0, text_weight * text / tau**2))
             if len(rows_T) == 1:
                 insides = self.insides(p, q[0], written, self.A[came[0]])
                 terms.extend((b, rows_S[k], 1, term) for k, term in enumerate(insides, 1))
             elif len(rows_S) > 1 and text_weight:
                 text = -chunk_logp(x, student_next, b, rows_S[1:])
-                terms.append((b, rows_S[1], 1, text_weight * text / tau**2))
+                texts.append((b, rows_S[1], 1, text_weight * text / tau**2))
             elif len(rows_S) > 1:
                 sides = [chunk_logp(*side).exp() for side in (
                     (x, student_next, b, rows_S), (y, teacher_next, b, rows_T))]
                 p_all, q_all = [softened([mass, 1 - mass], tau) for mass in sides]
                 terms.append((b, rows_S[1], 1, kl(q_all, p_all)))
-        return [(b, t, counts, tau**2 * term) for b, t, counts, term in terms]
+        if limit < math.inf:
+            terms = at_most(terms, limit)
+        return [(b, t, counts, tau**2 * term) for b, t, counts, term in [*terms, *texts]]
+
+
+def at_most(terms, limit):
+    """Return terms of which those of one position are one, and no more than the limit."""
+    by_position = {}
+    for b, t, counts, term in terms:
+        so_many, total = by_position.get((b, t), (0, ZERO))
+        by_position[b, t] = so_many + counts, total + term
+    return [(b, t, counts, total if total <= limit else ZERO + limit)
+            for (b, t), (counts, total) in by_position.items()]
 
 
 def last_position(chunk):

@@ -23,6 +23,8 @@ from tokens import pair_of
 
 GOOD = dict(student="s", teacher="t", data="d")
 WEIGHED = '[{"data": "d", "weight_key": "w"}]'
+ALM = {"max_divergence": 0.0}
+DIVERGENCE = ALM | {"topk_of": "teacher"}
 JSD = {"loss": "generalized_jsd", "loss_options": {"beta": 0.3}}
 NAMES = [entry.name for entry in fields(Config)]
 
@@ -67,7 +69,7 @@ def test_the_table_of_losses_decides(monkeypatch):
 
 @pytest.mark.parametrize("name", [name for name, spec in LOSSES.items()
                                   if "loss_topk" in spec.flags])
-def test_loss_topk_of_decides_whose_tokens_a_divergence_keeps(name):
+def test_topk_of_decides_whose_tokens_a_divergence_keeps(name):
     torch.manual_seed(0)
     x, y = 2 * torch.randn(2, 6, 12, dtype=torch.float64)
     chunk = torch.arange(6)[None]
@@ -76,7 +78,7 @@ def test_loss_topk_of_decides_whose_tokens_a_divergence_keeps(name):
     divergence = getattr(losses, "forward_kl" if name == "piece_kl" else name)
     values = []
     for side in ("teacher", "student"):
-        cfg = Config(**GOOD, loss=name, loss_topk=2, loss_topk_of=side)
+        cfg = Config(**GOOD, loss=name, loss_topk=2, loss_options={"topk_of": side})
         loss = LOSSES[name].build(cfg, pair, "cpu")
         values.append(loss.loss_fn(x, y, sub_tile))
         expected, _ = divergence(x[None], y[None], None, top_k=2, support=side)
@@ -88,14 +90,14 @@ def test_each_teacher_has_flags_and_routes_of_its_own():
     cfg = several({"model": "a/A", "weight": 3, "loss": "gold", "tp": 2, "temperature": 2.0},
                   {"model": "b/B", "name": "b", "max_length": 99, "teacher_output": "topk"},
                   {"model": "c/C", "loss": "reverse_kl", "loss_topk": 16,
-                   "loss_topk_of": "student"}, kd_weight=0.5, loss="alm")
+                   "loss_options": {"topk_of": "student"}}, kd_weight=0.5, loss="alm")
     first, second, third = configs_by_teacher(cfg).items()
     assert first[0] == "A" and second[0] == "b"
     assert (first[1].teacher, first[1].kd_weight, first[1].loss) == ("a/A", 1.5, "gold")
     assert (first[1].teacher_tp, first[1].temperature) == (2, 2.0)
     assert (second[1].kd_weight, second[1].loss, second[1].teacher_max_length) == (0.5, "alm", 99)
     assert second[1].teacher_output == "topk" and second[1].teachers == ""
-    assert (second[1].loss_topk_of, third[1].loss_topk_of) == ("teacher", "student")
+    assert (second[1].follows_student, third[1].follows_student) == (False, True)
     assert configs_by_teacher(Config(**GOOD)) == {"t": Config(**GOOD)}
     cfg = several({"model": "A", "routes": ["x"]}, {"model": "B"}, route_key="domain")
     assert routes_by_teacher(cfg) == {"A": ["x"], "B": None}
@@ -107,7 +109,7 @@ def test_options_go_with_the_loss_that_they_are_of():
                   {"model": "C", "loss_options": {"beta": 0.9}},
                   {"model": "D", "loss": "skew_forward_kl", "loss_options": {"skew": 0.2}}, **JSD)
     assert [of.options_of_loss for of in configs_by_teacher(cfg).values()] == [
-        {"beta": 0.3}, {}, {"beta": 0.9}, {"skew": 0.2}]
+        DIVERGENCE | {"beta": 0.3}, ALM, DIVERGENCE | {"beta": 0.9}, DIVERGENCE | {"skew": 0.2}]
     cfg.check_run()
     unread = several({"model": "A", "loss": "alm"}, {"model": "B", "loss_options": {"beta": 0.9}},
                      **JSD)
@@ -148,13 +150,16 @@ def test_the_help_of_tasks_names_their_options():
 
 def test_the_page_of_losses_has_every_option():
     page = (ROOT / "docs" / "losses.md").read_text()
-    section = page.split("## Options of a loss")[1]
-    rows = dict(re.findall(r"^\| `(\w+)` \| (`.*?) \|", section, re.M))
+    section = page.split("## Options of a loss")[1].split("\n## ")[0]
+    rows = dict(re.findall(r"^\| `(\w+)` \| (.*?) \|", section, re.M))
+    divergences = [name for name, spec in LOSSES.items() if "loss_topk" in spec.flags]
     of_losses = {}
     for name, spec in LOSSES.items():
         for option in spec.options:
             of_losses.setdefault(option, set()).add(name)
-    assert {option: set(re.findall(r"\w+", losses)) for option, losses in rows.items()} == of_losses
+    many = {"all": " ".join(LOSSES), "`piece_kl`, divergences": " ".join(divergences)}
+    assert {option: set(re.findall(r"\w+", many.get(losses, losses)))
+            for option, losses in rows.items()} == of_losses
 
 
 def test_configs_of_teachers_are_made_once_and_hear_what_the_start_of_a_run_says():
@@ -207,7 +212,7 @@ def test_wrong_teachers_are_refused(case):
     ({"data": WEIGHED, "join_rows": 9}, "--data: weight_key w with --join_rows 9: weighs one row"),
     ({"loss_options": "[1]"}, r"--loss_options \[1\]: expected a JSON object"),
     ({"loss_options": "beta"}, "--loss_options: not valid JSON"),
-    ({"loss_options": {"beta": 1}}, "unknown option 'beta'; --loss piece_kl takes none"),
+    ({"loss_options": {"beta": 1}}, "unknown option 'beta'; --loss piece_kl has max_diver"),
     (JSD | {"loss_options": '{"beta": NaN}'}, "beta=nan: expected a number"),
     (JSD | {"loss_options": '{"beta": true}'}, "beta=True: expected float, got bool"),
 ])
@@ -219,7 +224,7 @@ def test_wrong_values_are_refused(flags, message):
 
 IDLE = [  # flags that would do nothing, words of the line
     ({"loss": "alm", "loss_topk": 5}, "--loss_topk 5: no teacher of this run reads it, nor does"),
-    ({"loss_topk_of": "student"}, "--loss_topk_of student: no teacher of this run reads it"),
+    ({"loss_options": {"topk_of": "student"}}, "topk_of student: is for --loss_topk; add it"),
     ({"projection": "x"}, "--projection x: no teacher of this run reads it"),
     ({"token_weights": "early", "data": WEIGHED}, "--data: weight_key: no teacher of this run"),
     ({"teacher_output_topk": 5}, "--teacher_output_topk 5: no teacher of this run reads it"),
@@ -266,7 +271,8 @@ SOURCES = json.dumps([{"data": "a", "eval_rows": 3, "weight_key": "w", "route_ke
     {"kd_weight": 0.0, **JSD, "teacher_output_topk": 5},
     JSD | {"teachers": [{"model": "A"}, {"model": "B", "loss": "alm"}], "teacher_weights": "ce"},
     {"teachers": [{"model": "A"}, {"cache": "B"}], "teacher_tp": 2, "teacher_output": "topk"},
-    {"teachers": [{"model": "A", "loss_topk": 5}, {"model": "B"}], "loss_topk_of": "student"},
+    {"teachers": [{"model": "A", "loss_topk": 5}, {"model": "B"}],
+     "loss_options": {"topk_of": "student"}},
     {"teachers": [{"model": "A", "token_weights": "column"}, {"model": "B"}], "data": WEIGHED},
     {"teachers": [{"model": "A", "routes": ["x"]}, {"model": "B"}], "data": SOURCES,
      "token_weights": "column", "eval_samples": 2, "eval_every": 5},
@@ -286,8 +292,8 @@ def test_flags_that_something_reads_are_taken(flags):
 
 def test_a_command_line_is_checked_as_a_whole(tmp_path):
     words = [f"--{name}={value}" for name, value in GOOD.items()]
-    with pytest.raises(ValueError, match=r"^--loss_topk_of student: no teacher of this run reads"):
-        parse_flags(Config, [*words, "--loss_topk_of=student"])
+    with pytest.raises(ValueError, match=r"^--loss_topk 5: no teacher of this run reads it, nor"):
+        parse_flags(Config, [*words, "--loss=alm", "--loss_topk=5"])
     path = tmp_path / "f.yaml"
     path.write_text("rollout_every: 3\neval_every: 9")
     # what the file says goes with what the command line switches off

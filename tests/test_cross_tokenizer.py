@@ -216,8 +216,8 @@ def test_wrong_input_is_one_line(pair, kd):
     tokenizers = pair.tokenizers
     for arguments, settings, message in (
         (("peace_kl",), {}, "no such loss; choose one of piece_kl, "),
-        (("alm",), {"beta": 1}, "alm has no such parameter; it has temperature"),
-        (("uld",), {"matched_weight": 0.5}, "uld has no such parameter; it has temperature"),
+        (("alm",), {"beta": 1}, "alm has no such parameter; it has max_divergence"),
+        (("uld",), {"matched_weight": 0.5}, "uld has no such parameter; it has max_divergence"),
         (("gold",), {}, "projection_tools.build"),
         (("piece_kl", {"cell_V": torch.zeros(3)}), {}, "no cell_W in them"),
         (("piece_kl",), {"max_length": 1}, "expected an integer, 2 or more"),
@@ -245,7 +245,8 @@ VALUES = {
     "text_weight": ("piece_kl", "ce_weight", [0, 1e6], [-3, NAN, float("inf"), 1e7]),
     "top_k": ("reverse_kl", "loss_topk", [0, 5, 2**20], [-1, 2.5, 2**21]),
     "uncommon_topk": ("gold", "uncommon_topk", [1, 2**20], [0, -1, 0.5]),
-    "support": ("reverse_kl", "loss_topk_of", ["teacher", "student"], ["both", None]),
+    "max_divergence": ("alm", "max_divergence", [0, 0.5, 1e6], [-1, NAN, 1e7, "2"]),
+    "support": ("reverse_kl", "topk_of", ["teacher", "student"], ["both", None]),
     "chunk_average": ("gold", "chunk_average", ["p", "logp"], ["log", 1]),
     "reverse": ("gold", "reverse", [False, True], ["yes", 1.5]),
 }
@@ -275,7 +276,7 @@ def test_values_are_bounded_as_flags_are(pair, tables, name):
 
 def test_all_parameters_of_the_losses_have_bounds():
     """Flags that a loss reads and calls take have one table."""
-    assert {*NUMBERS, *CHOICES} == {*VALUES, "max_length"}
+    assert {*NUMBERS, *CHOICES} == {*VALUES, "max_length", "topk_of"}
     kept = torch.tensor([3, 1])
     with pytest.raises(ValueError, match="kept_K: expected a tensor of int64, the sorted ids"):
         check_columns(kept, 5)

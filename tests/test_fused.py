@@ -44,7 +44,7 @@ def written_without_a_compiler(monkeypatch):
 
 def build(monkeypatch, tables, loss, ce_weight, **flags):
     """Return the DistillationLoss of a run between the tokenizers of the tables."""
-    monkeypatch.setattr(loss_table, "translation_fields", lambda pair: tables._asdict())
+    monkeypatch.setattr(loss_table, "cached_translation", lambda pair: tables._asdict())
     cfg = Config(student="s", teacher="t", data="d", loss=loss, ce_weight=ce_weight, **flags)
     pair = SimpleNamespace(fingerprints=("one", "one" if tables is None else "another"))
     if tables is not None:

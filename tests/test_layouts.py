@@ -72,6 +72,20 @@ def test_weights_of_packed_samples_stay_with_their_sample(check, models, untied)
           teacher_weights="ce", pack=True)
 
 
+BOUNDED = {2: [steps.Layout(2, 2, 2), steps.Layout(3, 4, 2, {"sequence_parallel": 2})]}
+
+
+def test_same_terms_are_clipped_in_every_layout(check, models, untied):
+    """Those of one teacher of two."""
+    pieces, equal = steps.several_teachers(models, untied, sharded=False)[:2]
+    pieces["loss_options"] = {"max_divergence": 0.5}
+    results = check(BOUNDED, [steps.AS_FLAGS_SAY.loss], teacher="",
+                    teachers=json.dumps([pieces, equal]))
+    [clipped] = {result.metrics["clipped_terms/pieces"] for result in results}
+    assert 0 < clipped < 1
+    assert not any("clipped_terms/equal" in result.metrics for result in results)
+
+
 CUT = [
     steps.Layout(0, 1, 4),
     steps.Layout(2, 4, 1),

@@ -1,6 +1,7 @@
 """Properties of every loss of every_loss.py, on each path that computes it; teacher_mixing.py."""
 
 import inspect
+from functools import partial
 
 import pytest
 import torch
@@ -41,6 +42,27 @@ def test_equals_its_definition(name, tau):
         if seed < 4:
             gradients = [cases.gradient(each, problem.x) for each in (value, expected)]
             assert cases.close(*gradients, 1e-11), seed
+
+
+@of_every_loss
+@pytest.mark.parametrize("tau", [0.5, 2.0])
+def test_a_bound_clips_the_divergence_of_each_position(name, tau):
+    """Before tau^2; what it clips has no gradient, like what torch.clamp does."""
+    if name == "cross_entropy":
+        pytest.skip("it is no divergence")
+    for seed in (1, 2):
+        problem = PROBLEMS[name](seed, tau)
+        seen = []
+        problem.loss(bound=lambda term_N, seen=seen: seen.append(term_N.detach()) or term_N)
+        limit = float(torch.cat(seen).median()) - 1e-9
+        value, count = problem.loss(bound=partial(torch.clamp, max=limit))
+        expected, expected_count = problem.definition(limit)
+        assert count == expected_count
+        assert abs(value - expected) <= 1e-9 * expected.abs().clamp(min=1)
+        assert value < problem.loss()[0] - 1e-6
+        gradients = [cases.gradient(each, problem.x) for each in (value, expected)]
+        assert gradients[0].abs().max() > 0
+        assert cases.close(*gradients, 1e-9), seed
 
 
 @of_every_loss

@@ -131,7 +131,7 @@ def one_text(monkeypatch):
     of_text = {name: side_ids[0] for name, side_ids in zip(names, ids[1:])}
     sub_tile = SubTile(*[None] * len(SubTile._fields))._replace(
         terms=list_nodes(*ids, tables), on_policy=False, **of_text)
-    monkeypatch.setattr(loss_table, "translation_fields", lambda pair: tables._asdict())
+    monkeypatch.setattr(loss_table, "cached_translation", lambda pair: tables._asdict())
     x, y = [logits[b].double() for logits in random_logits(toy, 0, 2)]
     return sub_tile, x.requires_grad_(), y, tables
 
@@ -146,7 +146,7 @@ def value_of_run(one_text, **flags):
 
 @pytest.mark.parametrize("side", ["teacher", "student"])
 def test_a_run_keeps_the_likely_cells_of_either_side(side, one_text):
-    """--loss_topk and --loss_topk_of with two tokenizers; one cell and the rest still teach."""
+    """--loss_topk and topk_of with two tokenizers; one cell and the rest still teach."""
     sub_tile, x, y, tables = one_text
 
     def loss(**options):
@@ -154,7 +154,8 @@ def test_a_run_keeps_the_likely_cells_of_either_side(side, one_text):
                           divergence=losses.reverse_kl, **options)[0]
 
     for top_k in (1, 2):
-        value = value_of_run(one_text, loss="reverse_kl", loss_topk=top_k, loss_topk_of=side)
+        value = value_of_run(one_text, loss="reverse_kl", loss_topk=top_k,
+                             loss_options={"topk_of": side})
         assert abs(value - loss(top_k=top_k, support=side)) < 1e-12
         assert 0 < value < loss() - 1e-3
         assert torch.autograd.grad(value, x)[0].abs().max() > 1e-3

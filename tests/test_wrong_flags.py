@@ -83,12 +83,12 @@ FLAGS = {
         "--loss_options: skew=1.0: expected a number, 0 or more and below 1",
     "--dynamic_scale --ce_weight=0": "needs both losses, because",
     '--loss=gold --loss_options={"learn_projection":true}': "unknown option 'learn_projection'; "
-        "--loss gold has uncommon_topk, chunk_average, reverse",
+        "--loss gold has uncommon_topk, reverse, chunk_average",
     '--loss=projection_kl --loss_options={"projection_learning_rate":1}':
         "projection_learning_rate: is for learn_projection; add it",
     '--loss=projection_kl --loss_options={"chunk_average":"logp"} --teacher_output=topk':
         "chunk_average logp: a mean of logarithms needs all of",
-    '--loss=uld --loss_options={"chunk_average":"logp"}': "--loss uld takes none",
+    '--loss=uld --loss_options={"chunk_average":"logp"}': "--loss uld has max_divergence",
     '--loss=gold --loss_options={"chunk_average":"log"}': "expected one of p, logp",
     "--dump_losses={folder}/comma.json": "comma.json: nothing can be written to",
     "--kd_weight=0 --ce_weight=0": "nothing would be learned",

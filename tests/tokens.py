@@ -7,8 +7,7 @@ import numpy as np
 
 from conftest import asset
 from isogloss.align import TokenTable
-from isogloss.nodes import Tables
-from isogloss.objective.loss_table import as_index
+from isogloss.objective.loss_table import as_tables
 from isogloss.projection_tools.cells import build_translation
 from isogloss.projection_tools.tokenizers import Pair
 
@@ -31,7 +30,7 @@ def pair_of(encoders):
 def translation_of(encoders):
     """Return the `nodes.Tables` of two TextEncoders."""
     fields = build_translation(pair_of(encoders))
-    return Tables(*[as_index(fields[name]) for name in Tables._fields])
+    return as_tables(fields)
 
 
 def table_of(pieces, **roles):

@@ -97,6 +97,7 @@ MOVED = {
     "jsd_beta": _option("loss_options", "beta", 0.5),
     "skew_lambda": _option("loss_options", "skew", 0.1),
     "akl_alpha": _option("loss_options", "alpha", 0.5),
+    "loss_topk_of": _option("loss_options", "topk_of", "teacher"),
     "reverse_kl": _option("loss_options", "reverse", False),
     "chunk_average": _option("loss_options", "chunk_average", "p"),
     "uncommon_topk": _option("loss_options", "uncommon_topk", 8192),

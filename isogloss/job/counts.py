@@ -177,6 +177,7 @@ class TermSums(NamedTuple):
     ce, kd: cross-entropy and distillation loss, nats; rollout_kd: the part of kd in rollouts.
     correct: tokens of the data that the student finds most likely.
     agreed: chunks in which both models find most likely the same of what the loss compares.
+    clipped: terms that max_divergence of --loss_options bounds.
     """
 
     ce: torch.Tensor | float
@@ -184,6 +185,7 @@ class TermSums(NamedTuple):
     rollout_kd: torch.Tensor | float
     correct: torch.Tensor | float
     agreed: torch.Tensor | float
+    clipped: torch.Tensor | float
 
 
 def mean_of(total, count):

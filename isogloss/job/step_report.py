@@ -88,8 +88,11 @@ class StepReport:
         metrics = {"kd": self.kd(number), "teacher_output_bytes": self.teacher_bytes[number]}
         metrics |= pair.metrics()
         sums = self.sums_of(number)
-        if self.state.teachers[number].loss.is_observed:  # its terms are chunks
+        loss = self.state.teachers[number].loss
+        if loss.is_observed:  # its terms are chunks
             metrics["projected_accuracy"] = mean_of(sums.agreed, pair.kd_terms)
+        if hasattr(loss.loss_fn, "clipped"):
+            metrics["clipped_terms"] = mean_of(sums.clipped, pair.kd_terms)
         if len(self.state.teachers) > 1 or self.state.cfg.dynamic_scale:
             metrics["kd_weight"] = self.kd_weights[number]
         if self.state.writer:

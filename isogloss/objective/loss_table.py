@@ -3,6 +3,7 @@
 A loss is a function of losses.py, or yours, and one entry in `LOSSES`; see docs/architecture.md.
 """
 
+import inspect
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
@@ -10,6 +11,7 @@ from functools import partial
 import torch
 
 from isogloss import losses
+from isogloss.doors import door
 from isogloss.flags.parse import keywords_of
 from isogloss.loss_bounds import CHOICES, NUMBERS, Bounds, check_value
 from isogloss.nodes import Tables, with_rest
@@ -36,7 +38,7 @@ class DistillationLoss:
 
     Attributes:
         loss_fn: (student logits (n, V), teacher logits (m, W), `tile_plan.SubTile`) -> (), the sum
-            over the terms of the sub-tile, in nats.
+            over the terms, in nats; with an option max_divergence it takes a `bound`, too.
         write_gradient: (student logits, teacher logits, SubTile, factors (2 or more,) of
             cross-entropy and this loss, whether there is a text) -> `fused.WrittenSums`; writes the
             gradient of both over the student's logits.  None: autograd computes it.
@@ -84,13 +86,14 @@ def build_per_chunk(cfg, pair, device, has_rest=False, *, loss):
         loss: such as `losses.uld`.
     """
     parameters = {"temperature": cfg.temperature} | cfg.options_of_loss
+    parameters.pop("max_divergence", None)  # see build_loss
 
-    def loss_fn(student_logits, teacher_logits, sub_tile):
+    def loss_fn(student_logits, teacher_logits, sub_tile, **bound):
         ids = batch_of_one(sub_tile)
         return loss(
             student_logits[None], teacher_logits[None], ids.student_labels, ids.teacher_labels,
             ids.student_chunk, ids.teacher_chunk, chunks=sub_tile.terms, weight_BS=ids.weight,
-            **parameters)[0]
+            **parameters, **bound)[0]
 
     gradient = None
     compiler = compiler_of(cfg, device)
@@ -104,13 +107,14 @@ def build_per_chunk(cfg, pair, device, has_rest=False, *, loss):
 
 def build_divergence(cfg, pair, device, has_rest=False, *, divergence):
     """Build a divergence: of positions where the tokenizers are equal, else of translated nodes."""
-    parameters = dict(temperature=cfg.temperature, top_k=cfg.loss_topk, support=cfg.loss_topk_of)
-    parameters |= cfg.options_of_loss
+    parameters = dict(temperature=cfg.temperature, top_k=cfg.loss_topk) | cfg.options_of_loss
+    parameters["support"] = parameters.pop("topk_of")
+    parameters.pop("max_divergence", None)  # see build_loss
     compiler = compiler_of(cfg, device)
     are_equal = pair.fingerprints[0] == pair.fingerprints[1]
     if has_rest and cfg.follows_student:
-        raise ValueError("--loss_topk_of student: of this teacher the tokens that it finds likely "
-                         "are kept; keep hidden states, or leave it out")
+        raise ValueError("--loss_options: topk_of student: of this teacher the tokens that it "
+                         "finds likely are kept; keep hidden states, or leave it out")
     if are_equal:
         return build_per_position(divergence, parameters, has_rest, compiler)
     unbounded = divergence in (losses.reverse_kl, losses.adaptive_kl)
@@ -139,9 +143,9 @@ def compiler_of(cfg, device):
 def build_per_position(divergence, parameters, has_rest=False, compiler=plain):
     """Build a divergence for equal tokenizers: every chunk is one position on either side."""
     written = written_out(divergence, parameters, compiler, has_rest)
-    divergence = compiler(divergence)
+    compiled = compiler(divergence)
 
-    def loss_fn(student_logits, teacher_logits, sub_tile):
+    def loss_fn(student_logits, teacher_logits, sub_tile, **bound):
         chunks = sub_tile.terms
         weight = sub_tile.weight
         if weight is not None:  # of all positions in the sub-tile; the loss wants one a chunk
@@ -150,7 +154,8 @@ def build_per_position(divergence, parameters, has_rest=False, compiler=plain):
         teacher = _chosen(teacher_logits, chunks.first_T, chunks.whole_T)[None]
         if has_rest:
             student = losses.merge_unkept(student, teacher, parameters["temperature"])
-        return divergence(student, teacher, None, weight_BS=weight, **parameters)[0]
+        compare = divergence if bound else compiled  # what counts is not compiled
+        return compare(student, teacher, None, weight_BS=weight, **parameters, **bound)[0]
 
     if not written:
         return DistillationLoss(loss_fn)
@@ -184,7 +189,7 @@ def build_translated(pair, device, divergence, parameters, has_rest=False, compi
                      has_text=True):
     """Build a divergence between any two tokenizers, see `translation.translated_sub_tile`."""
     of_roots = compiler(root_values)
-    tables = Tables(**{name: as_index(value) for name, value in translation_fields(pair).items()})
+    tables = as_tables(cached_translation(pair))
     of_rows = with_rest(tables) if has_rest else tables
     cells = CellColumns(*[columns.to(device) for columns in CellColumns.of(of_rows)])
     of_rows = Tables(*[value.to(device) if isinstance(value, torch.Tensor) else value
@@ -208,15 +213,10 @@ def build_translated(pair, device, divergence, parameters, has_rest=False, compi
                             coverage_names=("cell_coverage", "joined_mass"))
 
 
-def translation_fields(pair):
-    """Return the fields of `nodes.Tables`."""
-    tables = cached_translation(pair)
-    return {name: tables[name] for name in Tables._fields}
-
-
-def as_index(value):
-    """Return a table as int64, which indexes tensors; files hold int32."""
-    return value.long() if isinstance(value, torch.Tensor) else value
+def as_tables(fields):
+    """Return `nodes.Tables` of their fields, int64, which indexes tensors; files hold int32."""
+    values = [fields[name] for name in Tables._fields]
+    return Tables(*[value.long() if torch.is_tensor(value) else value for value in values])
 
 
 def batch_of_one(sub_tile):
@@ -247,9 +247,9 @@ class LossSpec:
             projection_topk says.
         truncated: how it reads truncated rows: "softened" by --temperature, of the "text" the
             probabilities alone, or "": it is not defined on them.
-        linear_unless: a flag or an option; where it is not set, the gradient is linear in the
-            teacher's probabilities, so that estimates of these without bias will do. "": it never
-            is.
+        linear_unless: a flag or an option; where neither it nor a limit is set, the gradient is
+            linear in the teacher's probabilities, so that estimates of these without bias will do.
+            "": it never is.
         live_copies: how often the logits of a sub-tile are in a GPU's memory at the peak of the
             loss and the cross-entropy, in float32, at temperature 1 with all columns, and a tenth
             more (docs/losses.md, "On a GPU", names what counted them).
@@ -267,7 +267,8 @@ class LossSpec:
     def reads_draws(self, cfg):
         """Tell whether it takes tokens that were drawn for all others."""
         settings = vars(cfg) | cfg.options_of_loss
-        return bool(self.linear_unless) and not settings[self.linear_unless]
+        unless = self.linear_unless, "max_divergence"
+        return bool(self.linear_unless) and not any(map(settings.get, unless))
 
     def check_options(self, **options):
         """Raise a ValueError for an option beyond its bounds."""
@@ -278,8 +279,9 @@ class LossSpec:
 
 
 def options_of(loss):
-    """Return {keyword: default} of a loss that --loss_options may set."""
-    return keywords_of(loss, leave_out=GIVEN)
+    """Return {option: default} of a loss that --loss_options may set."""
+    takes_bound = {"bound", "options"} & inspect.signature(loss).parameters.keys()
+    return keywords_of(loss, leave_out=GIVEN) | (BOUNDED if takes_bound else {})
 
 
 def per_chunk(loss, truncated="", live_copies=DEFAULT_COPIES):
@@ -297,12 +299,13 @@ def divergence_loss(divergence, live_copies=DEFAULT_COPIES):
     linear_unless = "loss_topk" if divergence is losses.forward_kl else ""
     return LossSpec(
         partial(build_divergence, divergence=divergence), "spellings",
-        ("temperature", "loss_topk", "loss_topk_of"), options_of(divergence),
+        ("temperature", "loss_topk"), options_of(divergence) | {"topk_of": "teacher"},
         truncated="softened", linear_unless=linear_unless, live_copies=live_copies)
 
 
 # keywords of losses that are flags, or that the job sets itself
 GIVEN = ("temperature", "teacher_temperature", "top_k", "support", "tail", "reduction", "has_rest")
+BOUNDED = {"max_divergence": 0.0}  # of losses that take a bound
 OF_PROJECTION = {"projection_topk": 8192, "learn_projection": False,
                  "projection_learning_rate": 0.0}
 PROJECTED = "temperature", "projection"  # flags of the losses that have a projection
@@ -319,7 +322,7 @@ LOSSES: dict[str, LossSpec] = {
         projected("build_gold", relaxed=True), "projection", PROJECTED, OF_GOLD, live_copies=6.4),
     "uld": per_chunk(losses.uld, live_copies=5.8),
     "hybrid_uld": LossSpec(projected("build_hybrid_uld"), "projection", PROJECTED,
-                           {"matched_weight": AUTO_WEIGHT}),
+                           {"matched_weight": AUTO_WEIGHT} | BOUNDED),
     "alm": per_chunk(losses.alm, "text", live_copies=2.2),
     "forward_kl": divergence_loss(losses.forward_kl, 6.3),
     "reverse_kl": divergence_loss(losses.reverse_kl, 6.7),
@@ -335,8 +338,6 @@ def flags_of_teacher(cfg):
     """Return the flags that the only teacher of a run and its loss read, of those of teachers."""
     kind = cfg.teacher_kind
     flags = {"loss_options", *LOSSES[cfg.loss].flags}
-    if not cfg.loss_topk:
-        flags.discard("loss_topk_of")
     if kind.has_weights:
         flags.update(FLAGS_OF_MODELS)
     if not cfg.teacher_cache:
@@ -363,6 +364,8 @@ def build_loss(cfg, student, teacher, device, has_rest=False):
     pair = Pair.of(student.tokenizer, teacher.tokenizer, names, tables)
     spec = LOSSES[cfg.loss]
     loss = spec.build(cfg, pair, device, has_rest)
+    if cfg.options_of_loss.get("max_divergence"):
+        loss = door("bounded").limited(loss, cfg.options_of_loss["max_divergence"])
     if cfg.temperature == 1 and not has_rest:
         is_written = loss.write_gradient and not cfg.dump_losses
         loss.live_copies = loss.write_gradient.live_copies if is_written else spec.live_copies

@@ -67,10 +67,10 @@ class Part:
         return [self.ce_weight or 0.0, self.weight, *UNWEIGHTED]
 
     def tile_loss(self, student, teacher, sub_tile):
-        """Return (5,) `TermSums` of a sub-tile; see `tiles.Part`."""
+        """Return (6,) `TermSums` of a sub-tile; see `tiles.Part`."""
         # half precision would round sums of thousands of terms
         zero = student.new_zeros((), dtype=torch.float32)
-        ce = kd = correct = agreed = zero
+        ce = kd = correct = agreed = clipped = zero
         if self.ce_weight is not None and not sub_tile.on_policy:
             labels = sub_tile.student_labels
             # not argmax, which takes a CPU twice as long
@@ -86,14 +86,15 @@ class Part:
                 loss_fn = door("loss_dump").keeping_positions(loss_fn, self.position_losses)
             kd = loss_fn(student, teacher, sub_tile, *[agreement] * self.is_observed)
             agreed = agreement.count if self.is_observed else zero
+            clipped = getattr(self.loss_fn, "clipped", zero)
         rollout_kd = kd.detach() if sub_tile.on_policy else zero
         if sub_tile.policy is not None:
             kd = kd + door("environment").policy_pull(
                 student, sub_tile.student_labels, sub_tile.policy / self.weight)
-        return torch.stack(TermSums(ce, kd, rollout_kd, correct, agreed))
+        return torch.stack(TermSums(ce, kd, rollout_kd, correct, agreed, clipped))
 
     def tile_gradient(self, student, teacher, sub_tile, factors):
-        """Write the gradient over the student's logits; return (5,) `TermSums`, or None.
+        """Write the gradient over the student's logits; return (6,) `TermSums`, or None.
 
         None: it is not written out for this loss, or more is asked for; autograd computes it.
         """
@@ -107,7 +108,7 @@ class Part:
         ce = ce if self.ce_weight else zero
         rollout_kd = kd if sub_tile.on_policy else zero
         agreed = zero if agreed is None else agreed
-        return torch.stack(TermSums(ce, kd, rollout_kd, correct, agreed))
+        return torch.stack(TermSums(ce, kd, rollout_kd, correct, agreed, zero))
 
 
 @dataclass
@@ -135,7 +136,7 @@ class LossTerms:
             student_logits: HiddenLogits (then no more than a tile of logits ever exists) or
                 StoredLogits, of the flattened (B * S) positions of this rank.
         Returns:
-            (loss, sums): () with its gradient; (M, 5) `TermSums` of each part.
+            (loss, sums): () with its gradient; (M, 6) `TermSums` of each part.
         """
         sources = []
         for part in self.parts:

@@ -77,7 +77,7 @@ def build_projection_kl(cfg, pair, device, has_rest=False):
     def compare(listed):
         """Return the loss of all columns that the logits have."""
 
-        def loss_fn(student_logits, teacher_logits, sub_tile, observe=None):
+        def loss_fn(student_logits, teacher_logits, sub_tile, observe=None, bound=None):
             entries = listed
             if learned:
                 weights = learned.likelihoods().flatten()
@@ -87,7 +87,7 @@ def build_projection_kl(cfg, pair, device, has_rest=False):
                 student_logits[None], teacher_logits[None], ids.student_chunk, ids.teacher_chunk,
                 indices, likelihoods, temperature=cfg.temperature, weight_BS=ids.weight,
                 entries=entries, chunks=sub_tile.terms, has_rest=has_rest, observe=observe,
-                chunk_average=options["chunk_average"], reverse=options["reverse"])[0]
+                bound=bound, chunk_average=options["chunk_average"], reverse=options["reverse"])[0]
 
         return loss_fn
 
@@ -141,13 +141,14 @@ def _common_and_rest(cfg, pair, device, relaxed=False):
 def build_gold(cfg, pair, device, has_rest=False, *, relaxed=False):
     indices, common, rest = _common_and_rest(cfg, pair, device, relaxed)
     options = cfg.options_of_loss
+    options.pop("max_divergence")  # see build_loss
 
-    def loss_fn(student_logits, teacher_logits, sub_tile, observe=None):
+    def loss_fn(student_logits, teacher_logits, sub_tile, observe=None, bound=None):
         ids = batch_of_one(sub_tile)
         return losses.gold(
             student_logits[None], teacher_logits[None], ids.student_chunk, ids.teacher_chunk,
             *common, temperature=cfg.temperature, weight_BS=ids.weight, chunks=sub_tile.terms,
-            rest=rest, observe=observe, **options)[0]
+            rest=rest, observe=observe, bound=bound, **options)[0]
 
     gradient = None
     compiler = compiler_of(cfg, device)
@@ -164,13 +165,13 @@ def build_hybrid_uld(cfg, pair, device, has_rest=False):
     matched_weight = cfg.options_of_loss["matched_weight"]
     matched_weight = None if matched_weight == AUTO_WEIGHT else matched_weight
 
-    def loss_fn(student_logits, teacher_logits, sub_tile):
+    def loss_fn(student_logits, teacher_logits, sub_tile, bound=None):
         ids = batch_of_one(sub_tile)
         return losses.uld(
             student_logits[None], teacher_logits[None], ids.student_labels, ids.teacher_labels,
             ids.student_chunk, ids.teacher_chunk, temperature=cfg.temperature, common=common,
             matched_weight=matched_weight, weight_BS=ids.weight, chunks=sub_tile.terms,
-            rest=rest)[0]
+            rest=rest, bound=bound)[0]
 
     return DistillationLoss(loss_fn, indices_VK=indices)
 

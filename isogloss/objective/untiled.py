@@ -15,7 +15,7 @@ def untiled_loss(student_logits, part):
     Args:
         part: Part.
     Returns:
-        (loss, sums): (), and the (5,) `TermSums`, without a gradient.
+        (loss, sums): (), and the (6,) `TermSums`, without a gradient.
     """
     # one term of the graph, also for a rank without a tile
     sums = [student_logits.logits_TW[:0].float().sum().expand(len(TermSums._fields))]

@@ -173,7 +173,7 @@ class StudentRunner(Protocol):
             micro_batches: Batches on the device.
             terms: LossTerms of each, where this rank computes the loss.
         Returns:
-            (sums, norm): (M, 5) over this rank's micro-batches, see `LossTerms.reduce`;
+            (sums, norm): (M, 6) over this rank's micro-batches, see `LossTerms.reduce`;
             the gradient's norm where the engine reports none.
         """
 
