@@ -35,6 +35,7 @@ from isogloss.data.texts import HALF_PAIR, is_text, listed
 from isogloss.flags.json_text import without_twins
 
 ROWS_TO_PEEK = 1000  # rows that tell the type of a column
+HEADER = "isogloss_write"  # in the first line of what isogloss-write has written
 PIECE_BYTES = 64 * 2**20  # of a file of lines; read in below a second; not tuned
 # Type of a value -> of a column that holds no other; of two kinds of numbers the second.
 PLAIN_TYPES = {str: "string", bool: "bool", int: "int64", float: "float64"}
@@ -172,8 +173,7 @@ def json_rows(piece, _):
             from isogloss.data.kinds.documents import problem_of_json
             number = line_in_file(piece, number)
             raise BadLine(f"{piece.file}: line {number} {problem_of_json(line)}")
-        for row in rows:
-            yield number, row
+        yield from ((number, row) for row in rows if HEADER not in row)
         before = line
 
 

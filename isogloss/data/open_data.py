@@ -53,7 +53,7 @@ def load_dataset(source, text_key, split="train", streaming=False, *, plain_keys
         streaming: open a stream.
         plain_keys: {other column that is read, of texts or numbers: flag that names it}.
         json_keys: other columns that are read, of whatever JSON can say.
-        optional_keys: those that may be missing, likewise.
+        optional_keys: those that may be missing, likewise; "*": all that the first rows have.
         txt_samples: what a sample of a .txt file is: "line", "paragraph" or "file".
     Returns:
         datasets.Dataset or IterableDataset.
@@ -210,11 +210,11 @@ def features_of(request, kind, files, is_local):
     if kind == "json" and not isinstance(first[request.text_key], datasets.Json):
         _check_dtype(request.source, first[request.text_key], request.text_key)
     features = datasets.Features({name: first[name] for name in needed})
-    for name in request.optional_keys:
+    for name in first if "*" in request.optional_keys else request.optional_keys:
         if kind == "json":  # it may first come in a late row
-            features[name] = datasets.Json()
+            features.setdefault(name, datasets.Json())
         elif name in first:
-            features[name] = first[name]
+            features.setdefault(name, first[name])
     return features
 
 
