@@ -314,7 +314,7 @@ class TransferArgs:
 
 
 @dataclass(kw_only=True)
-class WriteArgs:
+class AnswerArgs:
     """Let a teacher answer prompts, as rows that --data of distill.py reads."""
 
     teacher: str = shared(Config, "teacher", MISSING)
@@ -420,7 +420,7 @@ TOOLS = {
     "plan": (PlanArgs, {"positional": ("recipe",)}),
     "tasks": (TaskArgs, {}),
     "transfer": (TransferArgs, {}),
-    "write": (WriteArgs, {"aliases": {
+    "write": (AnswerArgs, {"aliases": {
         "max_new_tokens": "rollout_tokens", "temperature": "rollout_temperature",
         "top_p": "rollout_top_p", "batch_size": "rollout_batch", "dtype": "teacher_dtype"}}),
 }

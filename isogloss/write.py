@@ -61,6 +61,7 @@ from isogloss.projection_tools.tokenizers import reason_of
 from isogloss.rollout import Prompt, needs_equal_lengths, write
 from isogloss.teachers.cached import template_digest
 from isogloss.teachers.protocol import load_teacher
+from isogloss.teachers.text_server import LARGEST, TextServer, api_key
 from isogloss.writing.node_writer import NodeWriter
 from isogloss.writing.served_writer import Answer, ServedWriter
 
@@ -459,6 +460,17 @@ def join_parts(path, header, num_parts):
 # --- main -----------------------------------------------------------------------------------------
 
 
+def load_encoder(args, cfg):
+    """Return the TextEncoder of the teacher, checked as `TeacherSpec.encoder` does."""
+    load = partial(load_text_encoder, "teacher", args.teacher_path, args.teacher_max_length,
+                   args.trust_remote_code, template_kwargs(cfg))
+    if args.teacher_cache or not is_address(args.teacher):
+        return cfg.teacher_kind.encoder(cfg, load, student=None, roles=None)
+    encoder, _ = load()  # the server need not know log-probabilities of prompts
+    context = TextServer(args.teacher, args.teacher_timeout, api_key()).describe().context
+    return replace(encoder, max_length=min(encoder.max_length, (context or LARGEST) - 1))
+
+
 def prepare(args, device):
     """Return (Prompts, TextEncoder, TeacherSpec, header) of a command, checked."""
     path = Path(args.output)
@@ -466,9 +478,7 @@ def prepare(args, device):
     day = args.chat_date or there.get("date") or date.today().isoformat()
     args.chat_date = values_of_ranks(day)[0]
     cfg = args.run_config()
-    load = partial(load_text_encoder, "teacher", args.teacher_path, args.teacher_max_length,
-                   args.trust_remote_code, template_kwargs(cfg))
-    encoder = cfg.teacher_kind.encoder(cfg, load, student=None, roles=None)
+    encoder = load_encoder(args, cfg)
     check_shared("--output", path.parent)
     prompts = open_prompts(args, encoder)
     header = header_of(args, prompts, encoder)

@@ -35,7 +35,7 @@ class ServedWriter(TextServer):
     """Ask one server for answers, several at once.
 
     Attributes:
-        args: WriteArgs.
+        args: AnswerArgs.
         purpose: first counter of the noise.
         model: ServedModel.
     """
