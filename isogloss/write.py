@@ -4,8 +4,9 @@
         --output written.jsonl --keep length
     deepspeed --module isogloss.write --teacher T --data corpus.jsonl --output written.jsonl \
         --samples 4 --teacher_cache caches/written
-    python -m isogloss.write --teacher http://host:8000 --teacher_tokenizer T \
-        --data chats.jsonl --text_key messages --output written.jsonl
+
+A server, --teacher http://host:8000 with --teacher_tokenizer T, or another process (--writer) may
+write in the teacher's place.
 
 The answers to some rows are a part, a file that appears whole.  Parts do not depend on the ranks,
 and a command that was ended goes on with those that are missing.  In the end they are joined to one
