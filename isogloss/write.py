@@ -15,6 +15,7 @@ file, whose first line says who wrote it, and how (`file_rows.HEADER`).
 Tests: tests/test_write.py.
 """
 
+import copy
 import hashlib
 import json
 import math
@@ -22,13 +23,15 @@ import os
 import shutil
 import sys
 import time
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from datetime import date
 from functools import partial
 from importlib import import_module
+from itertools import chain
 from pathlib import Path
 from types import SimpleNamespace
+from typing import NamedTuple
 
 from isogloss.command import tool
 
@@ -74,6 +77,35 @@ COUNTS = "rows", "cut", "dropped", "tokens", "no_prompt"
 # --- prompts --------------------------------------------------------------------------------------
 
 
+class PromptRow(NamedTuple):
+    """Hold a row, its ExampleReader, its Example, and a RolloutPrompt for each answer or none."""
+
+    row: dict
+    reader: object
+    example: object
+    prompts: list
+
+    def answered(self, prompt, answer):
+        """Return the row of an Answer: what distill.py reads, `written`, and all other columns."""
+        read = {self.reader.text_key, self.reader.prompt_key, self.reader.tools_key}
+        columns = {name: value for name, value in self.row.items()
+                   if name not in read and value is not None}
+        if prompt.messages is None:
+            columns |= {"prompt": prompt.text, "completion": answer.message["content"]}
+        else:
+            columns["messages"] = [*map(unlearned, prompt.messages), answer.message]
+            if self.example.tools:
+                columns["tools"] = self.example.tools
+        number, sample = prompt.key
+        return columns | {"written": {"row": number, "sample": sample, "ended": answer.ended,
+                                      "tokens": answer.num_tokens}}
+
+
+def unlearned(message):
+    """Return a message from which no student learns."""
+    return message | ({"weight": 0} if message["role"] == "assistant" else {})
+
+
 @dataclass
 class Prompts:
     """Make the prompts of the rows of one data set after the other.
@@ -112,25 +144,21 @@ class Prompts:
         return digest.hexdigest()[:32]
 
     def of_part(self, part):
-        """Return [(row, ExampleReader, Example, RolloutPrompts)] of the rows of a part.
-
-        Of a row that gives no prompt there are none.
-        """
+        """Return the PromptRows of a part."""
         first = part * self.rows_per_part
-        rows = []
-        for number in range(first, min(first + self.rows_per_part, len(self))):
-            row, reader, example = self._row(number)
-            rows.append((row, reader, example, self._of_row(example, number)))
-        return rows
+        return list(map(self._row, range(first, min(first + self.rows_per_part, len(self)))))
 
     def _row(self, number):
+        place = number
         for dataset, reader in self.parts:
-            if number < len(dataset):
-                return dataset[number], reader, reader(dataset[number], number)
-            number -= len(dataset)
+            if place < len(dataset):
+                row = dataset[place]
+                example = reader(row, place)
+                return PromptRow(row, reader, example, self._of_example(example, number))
+            place -= len(dataset)
         raise IndexError(number)
 
-    def _of_row(self, example, number):
+    def _of_example(self, example, number):
         try:
             prompt = self.prompter.prompt(example, (number, 0))
             if example.teacher_prompt:  # which the teacher reads, and its answer stands without
@@ -253,7 +281,7 @@ class Keeper:
         self.functions = {name: load_function(name) for name in self.names if name != "length"}
 
     def kept(self, row, answers):
-        """Return those of the `as_row` of one prompt that stay; row: what the prompt is of."""
+        """Return those of the rows of one prompt that stay; row: what the prompt is of."""
         for name in self.names:
             if name == "length":
                 answers = [each for each in answers if each["written"]["ended"]]
@@ -282,7 +310,7 @@ class Keeper:
                         message_of(answer["completion"])]
         where = f"--keep {name}: of row {answer['written']['row']}"
         try:
-            score = self.functions[name](messages, row)
+            score = self.functions[name](copy.deepcopy(messages), copy.deepcopy(row))
         except Exception as error:  # whatever the user's code raises
             raise DataError(f"{where} it raises {type(error).__name__}: {error}; repair it, and "
                             "the same command goes on") from None
@@ -295,36 +323,19 @@ class Keeper:
 # --- what is written ------------------------------------------------------------------------------
 
 
-def as_row(row, reader, example, prompt, answer):
-    """Return the row of an Answer: columns that distill.py reads, `written`, and all other ones."""
-    read = {reader.text_key, reader.prompt_key, reader.tools_key}
-    kept = {name: value for name, value in row.items() if name not in read and value is not None}
-    if prompt.messages is None:
-        kept |= {"prompt": prompt.text, "completion": answer.message["content"]}
-    else:
-        before = [message | ({"weight": 0} if message["role"] == "assistant" else {})
-                  for message in prompt.messages]  # which no student learns
-        kept["messages"] = [*before, answer.message]
-        if example.tools:
-            kept["tools"] = example.tools
-    number, sample = prompt.key
-    return kept | {"written": {"row": number, "sample": sample, "ended": answer.ended,
-                               "tokens": answer.num_tokens}}
-
-
 def part_text(rows, answers, keeper):
     """Return the lines of a part: its COUNTS, then its rows.
 
     Args:
-        rows: see `Prompts.of_part`; answers: of all their prompts, in order.
+        rows: PromptRows; answers: to all their prompts, in order.
     """
     answers = iter(answers)
     counts = dict.fromkeys(COUNTS, 0)
     lines = []
-    for row, reader, example, prompts in rows:
-        counts["no_prompt"] += not prompts
-        written = [as_row(row, reader, example, prompt, next(answers)) for prompt in prompts]
-        kept = keeper.kept(row, written)
+    for row in rows:
+        counts["no_prompt"] += not row.prompts
+        written = [row.answered(prompt, next(answers)) for prompt in row.prompts]
+        kept = keeper.kept(row.row, written)
         counts["dropped"] += len(written) - len(kept)
         for each in kept:
             counts["rows"] += 1
@@ -381,14 +392,11 @@ def check_header(path, header):
                              f"delete it and {folder_of(path).name}")
 
 
-def write_line(path, text):
-    """Write a file that is complete or absent.
-
-    Raises:
-        DataError: it cannot be written, as on a full disk.
-    """
+@contextmanager
+def naming(path):
+    """Turn an error of writing a file, as on a full disk, into a DataError."""
     try:
-        write_atomically(path, text)
+        yield
     except OSError as error:
         raise DataError(f"--output {path}: cannot be written ({reason_of(error)}); once this is "
                         "repaired the same command goes on") from None
@@ -406,9 +414,11 @@ def write_parts(folder, prompts, writer, keeper):
         place = first + dist.get_rank()
         of_rank = missing[place : place + 1]
         rows = prompts.of_part(of_rank[0]) if of_rank else []
-        answers = writer.write([prompt for *_, of_row in rows for prompt in of_row])
+        answers = writer.write(list(chain.from_iterable(row.prompts for row in rows)))
         for part in of_rank:
-            write_line(part_file(folder, part), part_text(rows, answers, keeper))
+            file = part_file(folder, part)
+            with naming(file):
+                write_atomically(file, part_text(rows, answers, keeper))
         num_tokens += sum(answer.num_tokens for answer in answers)
         if dist.get_rank() == 0:
             rate = num_tokens / (time.perf_counter() - start)
@@ -441,7 +451,8 @@ def join_parts(path, header, num_parts):
         raise DataError(f"--keep {header['keep']}: no answer stays ({said}); see {folder}, and "
                         "choose another filter and --output")
     scratch = scratch_of(path)
-    try:
+    with naming(path), ExitStack() as stack:
+        stack.callback(scratch.unlink, missing_ok=True)
         with open(scratch, "wb") as joined:
             joined.write(json.dumps({HEADER: header | counts}).encode() + b"\n")
             for part in parts:
@@ -451,10 +462,6 @@ def join_parts(path, header, num_parts):
         sync(scratch)
         os.replace(scratch, path)
         sync(path.parent)
-    except OSError as error:
-        scratch.unlink(missing_ok=True)
-        raise DataError(f"--output {path}: cannot be written ({reason_of(error)}); once this is "
-                        "repaired the same command goes on") from None
     return said
 
 
@@ -513,7 +520,8 @@ def run(args, device):
                 if is_first:
                     folder.mkdir(parents=True, exist_ok=True)
                     stack.enter_context(cache.locked(folder))
-                    write_line(folder / "header.json", json.dumps({HEADER: header}))
+                    with naming(path):
+                        write_atomically(folder / "header.json", json.dumps({HEADER: header}))
             with launch.fail_together(what=f"teacher of {path}"):
                 writer = load_writer(args, encoder, spec, device)
                 stack.callback(writer.close)

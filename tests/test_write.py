@@ -69,19 +69,17 @@ def run(all_args, part_answers=None, die_at=None):
     if part_answers:
         write.PART_ANSWERS = part_answers
     if die_at is not None:
-        write_line, rmtree = write.write_line, shutil.rmtree
+        write_atomically = write.write_atomically
 
-        def die(path, *_, **__):
+        def write_half(path, text):
             if path.name == f"part-{die_at:05d}.jsonl":
                 write.scratch_of(path).write_text("half of it")
                 os.kill(os.getpid(), signal.SIGKILL)
-            write_line(path, *_)
+            write_atomically(path, text)
 
-        write.write_line = die
+        write.write_atomically = write_half
         if die_at < 0:
             write.shutil.rmtree = lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL)
-        else:
-            write.shutil.rmtree = rmtree
     with end_together():
         for args in all_args:
             write.run(args, device)
