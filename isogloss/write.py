@@ -40,6 +40,7 @@ if __name__ == "__main__":  # flags come before torch is imported
 
 import torch.distributed as dist
 
+import isogloss
 from isogloss import cache
 from isogloss.align import fingerprint
 from isogloss.config import template_kwargs
@@ -71,6 +72,7 @@ from isogloss.writing.served_writer import Answer, ServedWriter
 
 PART_ANSWERS = 64  # in a part, or in one of MOST_PARTS more
 MOST_PARTS = 4096
+UNCOMPARED = "version", "teacher", "data"  # where a command goes on: digests tell of the last two
 COUNTS = "rows", "cut", "dropped", "tokens", "no_prompt"
 
 
@@ -352,11 +354,11 @@ def header_of(args, prompts, encoder):
         "samples", "keep", "prompt_tokens", "rollout_tokens", "rollout_temperature",
         "rollout_top_p", "seed", "template_kwargs", "teacher_dtype", "teacher_max_length",
         "writer", "text_key", "prompt_key", "teacher_prompt_key", "split")}
-    return {"format": 1, "teacher": without_secrets(args.teacher),
+    return {"version": isogloss.__version__, "teacher": without_secrets(args.teacher),
             "weights": values_of_ranks(weights)[0], "tokenizer": fingerprint(encoder.tokenizer),
             "template": template_digest(encoder), "data": without_secrets(args.data),
-            "prompts": len(prompts), "data_digest": prompts.digest(), **settings,
-            "date": args.chat_date}
+            "prompts": len(prompts), "data_digest": prompts.digest(),
+            "rows_per_part": prompts.rows_per_part, **settings, "date": args.chat_date}
 
 
 def header_in(path):
@@ -386,7 +388,7 @@ def check_header(path, header):
     """Raise a ValueError where another command has written a file, or begun it."""
     there = header_in(path)
     for name, value in header.items() if there else ():
-        if name not in ("teacher", "data") and there.get(name) != value:  # digests tell of them
+        if name not in UNCOMPARED and there.get(name) != value:
             raise ValueError(f"--output {path}: what is there was written otherwise ({name} "
                              f"{there.get(name)} there, {value} here); name another file, or "
                              f"delete it and {folder_of(path).name}")

@@ -12,6 +12,7 @@ import json
 from typing import NamedTuple
 
 from isogloss.data.chat_rows import SHAPES, in_shape, problem_of_chat
+from isogloss.flags.parse import DATE
 from isogloss.rollout import hash_counters
 from isogloss.teachers.text_server import Requests, TextServer, api_key
 
@@ -44,8 +45,7 @@ class ServedWriter(TextServer):
         super().__init__(args.teacher, args.teacher_timeout, api_key())
         self.args = args
         self.purpose = purpose
-        self.told = {name: value for name, value in encoder.template_kwargs.items()
-                     if args.template_kwargs}
+        self.told = {name: value for name, value in encoder.template_kwargs.items() if name != DATE}
         self.model = self.describe()
         self.requests = Requests(args.rollout_batch)
 
@@ -84,13 +84,13 @@ class ServedWriter(TextServer):
 
     def _read_answer(self, answer):
         choice = answer["choices"][0]
-        message = {"role": "assistant", "content": choice.get("text")}
-        if "message" in choice:
-            said = choice["message"]
-            message["content"] = said["content"] or ""
-            for key in ("reasoning_content", "tool_calls"):
-                if said.get(key):
-                    message[key] = said[key]
+        said = choice.get("message") or {"content": choice["text"]}
+        message = {"role": "assistant", "content": said["content"] or ""}
+        for key in ("reasoning_content", "tool_calls"):
+            if said.get(key):
+                message[key] = said[key]
+        if not isinstance(message["content"], str):
+            raise TypeError(message["content"])
         if problem := problem_of_chat([message]):
             raise self.error(f"its answer{problem}")
         num_tokens = (answer.get("usage") or {}).get("completion_tokens")
