@@ -81,10 +81,14 @@ def prepare(args):
     (RUNS / "ds.json").write_text(json.dumps(DS_CONFIG))
     save_rows(RUNS / "all.jsonl", [{"text": text} for text in stories(args)])
     if not (RUNS / "target.jsonl").exists():
-        words = ["examples/write_texts.py", args.target, RUNS / "all.jsonl", RUNS / "target.jsonl",
-                 f"--prompt_tokens={PROMPT}", f"--new_tokens={LENGTH - PROMPT}"]
-        subprocess.run([sys.executable, *map(str, words)], cwd=ROOT, check=True,
-                       env=dict(os.environ, PYTHONPATH=str(ROOT)))
+        subprocess.run(
+            [sys.executable, "-m", "isogloss.write", f"--teacher={args.target}",
+             f"--data={RUNS / 'all.jsonl'}", f"--output={RUNS / 'answers.jsonl'}",
+             f"--prompt_tokens={PROMPT}", f"--rollout_tokens={LENGTH - PROMPT}"],
+            cwd=ROOT, check=True)
+        _, *rows = map(json.loads, (RUNS / "answers.jsonl").read_text().splitlines())
+        save_rows(RUNS / "target.jsonl",
+                  [{"text": row["prompt"] + row["completion"]} for row in rows])
     for name, file in (("stories", "all"), ("written", "target")):
         lines = (RUNS / f"{file}.jsonl").read_text().splitlines(keepends=True)
         (RUNS / f"held_{name}.jsonl").write_text("".join(lines[:HELD_OUT]))

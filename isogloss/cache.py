@@ -297,7 +297,7 @@ def locked(folder):
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
-            raise ValueError(f"--output {folder}: another process is writing this cache; wait for "
+            raise ValueError(f"--output {folder}: another process is writing there; wait for "
                              "it") from None
         yield
 
@@ -518,8 +518,12 @@ def check_head(source, texts):
                          "embeddings, which a cache is made from")
 
 
-def run(args, device):
-    """Write a cache; all ranks take part."""
+def run(args, device, source=None):
+    """Write a cache; all ranks take part.
+
+    Args:
+        source: ModelTeacher that is loaded, and that others end; None: it is loaded here.
+    """
     folder = Path(args.output)
     is_first = dist.get_rank() == 0
     with launch.fail_together(what=f"inputs of {folder}"):
@@ -538,8 +542,9 @@ def run(args, device):
                 stack.enter_context(locked(folder))
                 prepare_folder(folder, manifest, texts, args)
         with launch.fail_together(what=f"teacher of {folder}"):
-            source = load_teacher(spec)
-            stack.callback(source.close)
+            if source is None:
+                source = load_teacher(spec)
+                stack.callback(source.close)
             if manifest.dtype != cache_files.SERVED:
                 check_head(source, texts)
             if manifest.output == "hidden" and is_first:

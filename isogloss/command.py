@@ -313,6 +313,106 @@ class TransferArgs:
                              "of them out")
 
 
+@dataclass(kw_only=True)
+class AnswerArgs:
+    """Let a teacher answer prompts, as rows that --data of distill.py reads."""
+
+    teacher: str = shared(Config, "teacher", MISSING)
+    data: str = flag(
+        MISSING, "the prompts, named as by --data of distill.py: texts, which it continues, or "
+        "chats, whose last message of the assistant it writes anew.")
+    output: str = flag(
+        MISSING, "file for the rows, as written.jsonl. A command that was ended goes on there.")
+    samples: int = flag(1, "answers to each prompt.", low=1, high=2**20)
+    keep: str = flag(
+        "", "which answers stay, with commas. length: those that were not cut. module:function: "
+        "those for which function(messages, row) is true; where it is a number, the first one of a "
+        "prompt with the highest. Empty: all.")
+    teacher_cache: str = flag(
+        "", "directory for what the teacher says of its answers, which --teacher_cache of "
+        "distill.py reads. Empty: none.")
+    hidden: bool = shared(CacheArgs, "hidden")
+    top_k: int = shared(CacheArgs, "top_k")
+    writer: str = flag(
+        "teacher", "what writes, unless teacher is an address. teacher: the model, whole on every "
+        "rank. vllm: vLLM of this environment, with its weights, a process on every node. Or the "
+        "command of such a process, see --writer of distill.py.")
+    teacher_tokenizer: str = shared(Config, "teacher_tokenizer")
+    teacher_timeout: float = shared(Config, "teacher_timeout")
+    split: str = flag("train", "split of data.")
+    text_key: str = flag("text", "column of the texts or chats.")
+    prompt_key: str = flag(
+        "", "column of whole prompts, texts or chats, in place of text_key. Empty: the first "
+        "prompt_tokens of a text, or a chat before the assistant's last message.")
+    teacher_prompt_key: str = shared(Config, "teacher_prompt_key")
+    prompt_tokens: int = flag(
+        32, "tokens of a text that are the prompt (of a short one its half).", low=1, high=2**20)
+    rollout_tokens: int = flag(512, "tokens of an answer, at most.", low=1, high=2**20)
+    rollout_temperature: float = flag(
+        1.0, "of the draws, up to 1000; 0: the most likely token, each time.", low=0, high=1000)
+    rollout_top_p: float = flag(
+        1.0, "draw from the most likely tokens with this probability together, above 0 to 1.")
+    seed: int = flag(
+        0, "of the draws, which depend on it, row, answer and place alone.", low=0,
+        high=2**32 - 2**16)
+    rollout_batch: int = flag(
+        64, "answers that a rank writes, or a server is asked for, side by side.",
+        low=1, high=2**16)
+    template_kwargs: str = shared(Config, "template_kwargs")
+    chat_date: str = flag(
+        "", "date that chat templates are told, as 2026-05-01. Empty: the day on which the command "
+        "began.")
+    teacher_max_length: int = shared(Config, "teacher_max_length")
+    teacher_dtype: str = shared(Config, "teacher_dtype")
+    trust_remote_code: bool = flag(False, "run the Python code that comes with the teacher.")
+    local_rank: int = shared(Config, "local_rank")
+
+    def __post_init__(self):
+        check_flags(self)
+        if not self.output.endswith(".jsonl"):
+            raise ValueError(f"--output {self.output}: expected a name that ends in .jsonl")
+        if is_address(self.teacher) and self.writer != "teacher":
+            raise ValueError(f"--writer {self.writer} with --teacher {self.teacher}: the server "
+                             "writes; leave it out")
+        for name in ("hidden", "top_k"):
+            value = getattr(self, name)
+            if value != getattr(type(self), name) and not self.teacher_cache:
+                raise ValueError(f"--{name} {value}: is of --teacher_cache, which is not set; "
+                                 "leave it out")
+        for name in filter(None, self.keep.split(",")):
+            if name != "length" and not all(map(str.strip, name.partition(":"))):
+                raise ValueError(f"--keep {self.keep}: {name} is neither length nor "
+                                 "module:function, as checks:is_right")
+        self.run_config()  # checks the flags that both have
+        if self.teacher_cache:
+            self.cache_args(is_chat=False)
+
+    @property
+    def teacher_path(self):
+        return self.teacher_tokenizer or self.teacher
+
+    def run_config(self):
+        """Return the Config of a run whose student is the teacher and writes all samples."""
+        names = {entry.name for entry in fields(self)} & {entry.name for entry in fields(Config)}
+        names -= {"teacher_cache", "local_rank", "writer", "text_key", "rollout_temperature"}
+        shared = {name: getattr(self, name) for name in names}
+        cfg = Config(student=self.teacher_path, on_policy=1.0, staleness=0,
+                     max_length=self.rollout_tokens + 1, teacher_compile="false",
+                     writer=self.writer if self.writer != "teacher" else "student",
+                     text_key=self.prompt_key or self.text_key, **shared)
+        cfg.rollout_temperature = self.rollout_temperature  # of which a run takes no 0
+        return cfg
+
+    def cache_args(self, is_chat):
+        """Return the CacheArgs of what is written; is_chat: the rows are chats."""
+        names = {entry.name for entry in fields(self)} & {entry.name for entry in fields(CacheArgs)}
+        names -= {"data", "output", "split", "text_key", "prompt_key", "seed"}
+        shared = {name: getattr(self, name) for name in names}
+        keys = {"prompt_key": "prompt", "completion_key": "completion"}
+        return CacheArgs(data=self.output, output=self.teacher_cache,
+                         **({"text_key": "messages"} if is_chat else keys), **shared)
+
+
 # {module: its flags, and what `parse_flags` is told of them}
 TOOLS = {
     "cache": (CacheArgs, {"aliases": {"dtype": "teacher_dtype"}}),
@@ -320,6 +420,9 @@ TOOLS = {
     "plan": (PlanArgs, {"positional": ("recipe",)}),
     "tasks": (TaskArgs, {}),
     "transfer": (TransferArgs, {}),
+    "write": (AnswerArgs, {"aliases": {
+        "max_new_tokens": "rollout_tokens", "temperature": "rollout_temperature",
+        "top_p": "rollout_top_p", "batch_size": "rollout_batch", "dtype": "teacher_dtype"}}),
 }
 
 
@@ -332,7 +435,7 @@ def tool(name=None, argv=None):
     """
     name = name or Path(sys.argv[0]).name.removeprefix("isogloss-")
     kind, options = TOOLS[name]
-    if name in ("cache", "tasks"):  # which several ranks run
+    if name in ("cache", "tasks", "write"):  # which several ranks run
         prepare_rank(f"isogloss.{name}")
     with refusing(f"isogloss.{name}"):
         args = parse_flags(kind, sys.argv[1:] if argv is None else argv, **options)

@@ -453,7 +453,7 @@ def joined(held_out, reader):
     return joined_rows(held_out, reader)
 
 
-def open_rows(cfg, source, split, encoders):
+def open_rows(cfg, source, split, encoders, other_keys=()):
     """Return (data set, ExampleReader); chats have to be what every model's template renders."""
     text_key = cfg.completion_key or cfg.text_key
     options = cfg.source_options
@@ -461,9 +461,9 @@ def open_rows(cfg, source, split, encoders):
     plain_keys.pop("", None)
     dataset = open_data.load_dataset(source, text_key, split, cfg.streaming, plain_keys=plain_keys,
                                      json_keys=(cfg.prompt_key,) if cfg.prompt_key else (),
-                                     optional_keys=tuple(filter(None, [
+                                     optional_keys=(*filter(None, [
                                          options.tools_key, cfg.teacher_prompt_key,
-                                         cfg.environment and open_data.ALL])),
+                                         cfg.environment and "*"]), *other_keys),
                                      txt_samples=options.txt_samples)
     columns = open_data.column_names(dataset)
     labels = ()

@@ -146,6 +146,8 @@ def words_of(command, address="http://host:8000"):
     if has_tasks(command):
         limited = '--eval_task_options={"limit": 1, "data": "eval"}'  # as the page has it
         words.append(limited if "distill.py" in words else "--limit=1")
+    if "isogloss.write" in words:
+        words.append("--rollout_tokens=32")
     if "distill.py" in words:
         words += short_flags(words, FIRST_STEPS if command == FIRST else 2)
     return words

@@ -31,7 +31,7 @@ ROOMS = ["STANDALONE", ".errors", ".doors", "flags", "projection_tools", ".curve
          ".config", ".targets", "student",
          "checkpoints", "evaluation", "environments", "writing", ".command", ".log", ".plan",
          ".tasks", ".export", ".transfer", ".vllm_writer", ".vllm_teacher", ".inputs",
-         "integrations", "report", ".cache", ".build", ".once_in_a_while", "PROGRAMS"]
+         "integrations", "report", ".cache", ".write", ".build", ".once_in_a_while", "PROGRAMS"]
 PROGRAMS = "distill", "demo"
 MOST_MODULES = 16  # of a folder: more are a list, no map
 DOORS = {"loss_table"}  # names of before, for one release

@@ -82,7 +82,8 @@ def test_one_version_everywhere():
 HELP = {
     "distill": "--student TEXT", "cache": "--output TEXT", "report": "--png TEXT",
     "projection": "usage: python -m projection_tools COMMAND", "plan": "RECIPE", "export": "RUN",
-    "tasks": "--tasks TEXT", "transfer": "--tokenizer TEXT", "--help": "isogloss doctor|distill|"}
+    "tasks": "--tasks TEXT", "transfer": "--tokenizer TEXT", "write": "--keep TEXT",
+    "--help": "isogloss doctor|distill|"}
 HELPED = """
 import contextlib, sys
 from isogloss.command import isogloss

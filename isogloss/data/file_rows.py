@@ -22,19 +22,13 @@ import datasets
 import fsspec
 import pyarrow as pa
 
-from isogloss.data.checks import (
-    DAMAGE,
-    NAMES_OF_JSON,
-    OPENERS,
-    BadLine,
-    damaged,
-    problem_of_bytes,
-    split_suffix,
-)
+from isogloss.data import checks
+from isogloss.data.checks import BadLine
 from isogloss.data.texts import HALF_PAIR, is_text, listed
 from isogloss.flags.json_text import without_twins
 
 ROWS_TO_PEEK = 1000  # rows that tell the type of a column
+HEADER = "isogloss_write"  # in the first line of what isogloss-write has written
 PIECE_BYTES = 64 * 2**20  # of a file of lines; read in below a second; not tuned
 # Type of a value -> of a column that holds no other; of two kinds of numbers the second.
 PLAIN_TYPES = {str: "string", bool: "bool", int: "int64", float: "float64"}
@@ -76,7 +70,7 @@ def named_rows(kind, pieces, columns):
     Args:
         kind: "json", "csv", "arrow" or "text".
         columns: (name, type) each; a row that lacks one has None.  Where the type is one of
-            PLAIN_TYPES, another value is refused.
+            PLAIN_TYPES, another value is refused; "json": it is one of `datasets.Json`.
     """
     names = [name for name, _ in columns]
     for piece in pieces:
@@ -84,13 +78,18 @@ def named_rows(kind, pieces, columns):
             for name, dtype in columns:
                 value = row.get(name)
                 if dtype and value is not None and not _is_of_type(value, dtype):
-                    raise BadLine(f"{_place(piece, name, index, number)} holds "
-                                  f"{NAMES_OF_JSON[type(value)]}, but rows before have the type "
-                                  f"{dtype}; write all rows alike")
+                    its = checks.NAMES_OF_JSON[type(value)]
+                    raise BadLine(f"{_place(piece, name, index, number)} holds {its}, but rows "
+                                  f"before have the type {dtype}; write all rows alike")
                 if kind == "json" and not is_text(value):
                     raise BadLine(f"{_place(piece, name, index, number)} {HALF_PAIR}; repair or "
                                   "remove the row")
-            yield {name: row.get(name) for name in names}
+            yield {name: _stored(row.get(name), dtype) for name, dtype in columns}
+
+
+def _stored(value, dtype):
+    """Return a value as its column takes it: one of `datasets.Json` would read a text as JSON."""
+    return json.dumps(value) if dtype == "json" and isinstance(value, str) else value
 
 
 def _place(piece, name, index, number):
@@ -102,14 +101,14 @@ def _place(piece, name, index, number):
 def _is_of_type(value, dtype):
     if dtype == "int64":
         return type(value) is int and -(2**63) <= value < 2**63
-    return PLAIN_TYPES.get(type(value)) == dtype or (dtype == "float64" and type(value) is int)
+    return dtype in ("json", PLAIN_TYPES.get(type(value)), {int: "float64"}.get(type(value)))
 
 
 # --- pieces -> (line, row) ------------------------------------------------------------------------
 
 
 def _suffixes(file):
-    return split_suffix(urlsplit(file).path if "://" in file else file)
+    return checks.split_suffix(urlsplit(file).path if "://" in file else file)
 
 
 def _open(file):
@@ -121,7 +120,7 @@ def lines_of(piece):
     file = piece.file
     suffix = _suffixes(file)[1]
     with _open(file) as raw:
-        stream = OPENERS[suffix](raw, "rb") if suffix else raw
+        stream = checks.OPENERS[suffix](raw, "rb") if suffix else raw
         stream = io.BufferedReader(stream)  # not every reader of compressed files knows lines
         at = 0
         if piece.begin:
@@ -130,13 +129,13 @@ def lines_of(piece):
         for number in itertools.count(1):
             try:
                 line = stream.readline() if at < piece.end else b""
-            except DAMAGE as error:
+            except checks.DAMAGE as error:
                 if "://" in file:
                     raise
-                raise BadLine(f"{file}: {damaged(error)}") from None
+                raise BadLine(f"{file}: {checks.damaged(error)}") from None
             if not line:
                 return
-            if problem := problem_of_bytes(line):
+            if problem := checks.problem_of_bytes(line):
                 raise BadLine(f"{file}: line {line_in_file(piece, number)} {problem}")
             yield line.decode("utf-8" if at else "utf-8-sig")
             at += len(line)
@@ -172,8 +171,7 @@ def json_rows(piece, _):
             from isogloss.data.kinds.documents import problem_of_json
             number = line_in_file(piece, number)
             raise BadLine(f"{piece.file}: line {number} {problem_of_json(line)}")
-        for row in rows:
-            yield number, row
+        yield from ((number, row) for row in rows if HEADER not in row)
         before = line
 
 
@@ -271,8 +269,10 @@ def open_rows_of_files(kind, files, features, streaming):
     """
     columns = []
     for name, feature in features.items():
-        dtype = getattr(feature, "dtype", None)
-        columns.append((name, dtype if kind == "json" and dtype in PLAIN_TYPES.values() else None))
+        is_json = isinstance(feature, datasets.Json) and not streaming
+        dtype = "json" if is_json else getattr(feature, "dtype", None)
+        is_checked = kind == "json" and dtype in ("json", *PLAIN_TYPES.values())
+        columns.append((name, dtype if is_checked else None))
     # a list among the arguments would be divided among processes; only the pieces shall be
     arguments = {"kind": kind, "pieces": pieces_of(kind, files, streaming),
                  "columns": tuple(columns)}

@@ -38,9 +38,6 @@ class DataRequest:
     txt_samples: str
 
 
-ALL = "*"  # in `optional_keys`
-
-
 def load_dataset(source, text_key, split="train", streaming=False, *, plain_keys=None,
                  json_keys=(), optional_keys=(), txt_samples="line"):
     """Open a data set and check that it holds text.
@@ -56,7 +53,7 @@ def load_dataset(source, text_key, split="train", streaming=False, *, plain_keys
         streaming: open a stream.
         plain_keys: {other column that is read, of texts or numbers: flag that names it}.
         json_keys: other columns that are read, of whatever JSON can say.
-        optional_keys: those that may be missing, likewise; ALL: all others, too.
+        optional_keys: those that may be missing, likewise; "*": all that the first rows have.
         txt_samples: what a sample of a .txt file is: "line", "paragraph" or "file".
     Returns:
         datasets.Dataset or IterableDataset.
@@ -213,12 +210,12 @@ def features_of(request, kind, files, is_local):
     if kind == "json" and not isinstance(first[request.text_key], datasets.Json):
         _check_dtype(request.source, first[request.text_key], request.text_key)
     features = datasets.Features({name: first[name] for name in needed})
-    optional = {*request.optional_keys, *(first if ALL in request.optional_keys else ())} - {ALL}
-    for name in sorted(optional - features.keys()):
+    every = first if "*" in request.optional_keys else ()
+    for name in sorted({*request.optional_keys, *every} - {"*"}):
         if kind == "json":  # it may first come in a late row
-            features[name] = datasets.Json()
+            features.setdefault(name, datasets.Json())
         elif name in first:
-            features[name] = first[name]
+            features.setdefault(name, first[name])
     return features
 
 

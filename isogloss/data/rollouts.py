@@ -38,6 +38,7 @@ PROMPTS_TO_TRY = 64  # rows of which one has to give a prompt
 CHOICE = 1  # of the samples that are rollouts
 TRAINING = 2
 HELD_OUT = 3
+ANSWERS = 4  # of isogloss-write
 
 CHARACTERS_PER_TOKEN = 32  # of a text, more than prompts take; only so much of it is tokenized
 

@@ -65,7 +65,7 @@ FOREIGN = {
     "vllm_gpu_memory_utilization": "--writer \"... -m isogloss.vllm_writer --memory 0.3\"",
     "vllm_enable_sleep_mode": "--writer \"... -m isogloss.vllm_writer --sleep\"",
     "log_completions": "--rollout_log", "num_completions_to_print": "--rollout_log",
-    "seq_kd": "--data with texts of the teacher (examples/write_texts.py)",
+    "seq_kd": "--data with texts of the teacher (isogloss-write)",
     "max_student_length": "--max_length", "eval_interval": "--eval_every",
     "save_interval": "--save_every", "eval_at_step_zero": "--eval_every",
     "ppl_eval_data": "--eval_data",

@@ -72,7 +72,7 @@ def write_atomically(path, text):
     """Write a text file that, at any moment, has its old content or the new one."""
     scratch = scratch_of(path)
     try:
-        with open(scratch, "w") as file:
+        with open(scratch, "w", encoding="utf-8") as file:
             file.write(text)
             file.flush()
             os.fsync(file.fileno())  # or a power failure could leave the name without the content
