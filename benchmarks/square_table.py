@@ -1,0 +1,459 @@
+"""What benchmarks/square.py asks, and its tables, from the runs that docs/log keeps.
+
+    python benchmarks/square_table.py                 # all tables, and the first claim of README.md
+    python benchmarks/square_table.py --merge FOLDER  # add the runs that another machine made
+
+docs/log/square_REGIME.jsonl has a line for every run: pair, loss, form, weight, rate, seed, steps,
+CPU seconds, and bits per byte before and after on each held-out domain.  Nothing is lost between
+a run and a table, and no model is loaded here.
+
+A weight is chosen by two seeds of its own, on passages of its own, from a grid of factor 2 that
+has a worse weight on both sides of the best; without a teacher is one of them, so that "none" is
+an answer.  At equal seconds a loss takes as many steps as fit into those of piece_kl, by costs that
+are measured in turns (square_costs.jsonl).  csd and bpm are Python loops here and would lose by
+that: they get the steps of SimCT, the cheapest loss.  Differences are paired by seed; intervals are
+of 95 %, by Student's t.  A row has at least two seeds; n says how many.
+"""
+
+import json
+import statistics
+import sys
+from collections import defaultdict
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+from isogloss.flags.parse import flag
+from isogloss.flags.tool import tool
+
+LOG = ROOT / "docs" / "log"
+TEXT = "text"  # no teacher
+EQUAL = "forward_kl"  # what every loss is where both tokenizers are the same
+FIRST = "piece_kl"
+KINDS = "bytes", "digits", "unigram"
+SEEDS_TO_CHOOSE = 100, 101
+FEW = 3  # seeds of every pair before more of any
+LIGHTEST, HEAVIEST = 1 / 64, 64.0  # weights that are tried at most
+# where the grid begins: near what earlier tables found, so that few runs bracket the best
+FIRST_WEIGHTS = defaultdict(lambda: 1 / 8, piece_kl=1.0, forward_kl=1.0, simct=1 / 4, simct_fkl=1.0,
+                            projection_kl=1 / 4, bpm=1 / 4)
+RATES = 3e-3, 1.5e-3
+# the name of a method, and its forms: that of its paper first
+RIVALS = {"SimCT": ("simct", "simct_fkl"), "BPM": ("bpm", "bpm_fkl"), "CSD": ("csd",),
+          "P-KL": ("projection_kl",), "H-KL": ("h_kl",), "ALM": ("alm",), "ULD": ("uld",)}
+FORMS = {"simct": "published: reverse KL", "simct_fkl": "forward KL",
+         "bpm": "published: JSD 0.5, white space masked", "bpm_fkl": "forward KL, no mask",
+         TEXT: "no teacher", FIRST: "default"}
+LOOPS = "bpm", "bpm_fkl", "csd"  # in Python, see above
+CHEAPEST = "simct"
+DOMAINS = "sources", "documentation"
+# 97.5 % of Student's t with n - 1 degrees of freedom, for n = 2, 3, ...
+STUDENTS_T = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26, 2.23, 2.20, 2.18, 2.16, 2.14)
+
+
+class Regime(NamedTuple):
+    """Say what the students of a comparison learn.
+
+    rows: passages to train on.
+    steps: optimizer steps.
+    checks: how often the chosen passages are looked at, for the best student.
+    is_fresh: they have random weights.
+    teacher_steps: of their teachers' training, if not those of the scale.
+    """
+
+    rows: int
+    steps: int
+    checks: int = 1
+    is_fresh: bool = True
+    teacher_steps: int = 0
+
+
+REGIMES = {"new": Regime(1200, 150, is_fresh=False), "little": Regime(1200, 150),
+           "long": Regime(8000, 3000, checks=12, teacher_steps=1800), "above": Regime(1200, 150)}
+LARGE = {"large_500": Regime(500, 600, checks=20), "large_2000": Regime(2000, 1500, checks=20),
+         "large_8000": Regime(8000, 4000, checks=20)}
+
+
+@dataclass(frozen=True)
+class Run:
+    """Name a run; what has the same name has the same result."""
+
+    regime: str
+    student: str
+    teacher: str
+    loss: str
+    weight: float
+    rate: float
+    seed: int
+    steps: int
+    ce_weight: float = 1.0
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Ask for the CPU seconds of a step of some losses, measured in turns."""
+
+    student: str
+    teacher: str
+    losses: tuple
+
+
+RUN_FIELDS = [field.name for field in fields(Run)]
+
+
+def name_of(record):
+    """Return what a record is of: a Run or a Cost."""
+    if "costs" in record:
+        return Cost(record["student"], record["teacher"], tuple(record["costs"]))
+    return Run(**{key: record[key] for key in RUN_FIELDS})
+
+
+class Records:
+    """Keep records in the files of a folder, one line each; the first of a run counts."""
+
+    def __init__(self, folder):
+        self.folder = Path(folder)
+        self.of = {}
+        for path in sorted(self.folder.glob("square_*.jsonl")):
+            for line in path.read_text().splitlines():
+                record = json.loads(line)
+                self.of.setdefault(name_of(record), record)
+
+    def add(self, record):
+        """Append a record to the file of its table, unless it is there."""
+        name = name_of(record)
+        if name in self.of:
+            return
+        self.of[name] = record
+        table = "costs" if isinstance(name, Cost) else name.regime.partition("_")[0]
+        self.folder.mkdir(parents=True, exist_ok=True)
+        with open(self.folder / f"square_{table}.jsonl", "a") as file:
+            file.write(json.dumps(record) + "\n")
+
+    def costs(self, pair, losses):
+        """Return (seconds of a step by loss, the teacher's for a passage); None if not measured."""
+        for name, record in self.of.items():
+            if isinstance(name, Cost) and (name.student, name.teacher) == pair \
+                    and set(losses) <= set(name.losses):
+                return record["costs"], record["teacher_row"]
+        return None
+
+
+class Gains(NamedTuple):
+    """Hold what a loss gains over the text alone, in bits per byte.
+
+    bits: {domain: {seed: gain}}.
+    weight: 0 where no weight helps.
+    seconds: median of a run, with the teacher's for all that it reads.
+    """
+
+    bits: dict
+    weight: float
+    seconds: float
+    steps: int
+
+
+@dataclass
+class Study:
+    """Ask about losses and pairs in a regime at a rate; say which runs are missing.
+
+    Attributes:
+        batch: passages of a step.
+        weight: of all losses; 0: it is chosen.
+        by_seconds: losses are also compared at equal seconds.
+        planning: what follows from a choice is listed before it is made.
+    """
+
+    records: Records
+    regime: str
+    rate: float
+    losses: list
+    pairs: list
+    seeds: int = 8
+    batch: int = 8
+    weight: float = 0.0
+    ce_weight: float = 1.0
+    by_seconds: bool = True
+    planning: bool = False
+
+    def __post_init__(self):
+        self.steps = (REGIMES | LARGE)[self.regime].steps
+        self.wanted = []
+
+    def run(self, pair, loss, weight, seed, steps=0):
+        """Return the record of a run; None, and noted, where there is none."""
+        is_text = loss == TEXT
+        name = Run(self.regime, pair[0], "" if is_text else pair[1], loss,
+                   0.0 if is_text else weight, self.rate, seed, steps or self.steps,
+                   1.0 if is_text else self.ce_weight)
+        record = self.records.of.get(name)
+        if record is None and name not in self.wanted:
+            self.wanted.append(name)
+        return record
+
+    def weight_of(self, pair, loss):
+        """Return the best weight on the choosing passages, 0 for none; None: runs are missing."""
+        if self.weight:
+            return self.weight
+        first = FIRST_WEIGHTS[loss]
+        bits = {0.0: self.mean_to_choose(pair, TEXT, 0.0)}
+        weights = [first, first / 2, first * 2]
+        while True:
+            for weight in weights:
+                if weight not in bits:
+                    bits[weight] = self.mean_to_choose(pair, loss, weight)
+            if None in bits.values():
+                return None
+            best = min(weights, key=bits.get)
+            if best == min(weights) > LIGHTEST:
+                weights.append(best / 2)
+            elif best == max(weights) < HEAVIEST:
+                weights.append(best * 2)
+            else:
+                return best if bits[best] < bits[0.0] else 0.0
+
+    def mean_to_choose(self, pair, loss, weight):
+        """Return the mean bits per byte of the choosing seeds; None: a run is missing."""
+        records = [self.run(pair, loss, weight, seed) for seed in SEEDS_TO_CHOOSE]
+        return None if None in records else statistics.mean(one["choose"] for one in records)
+
+    def steps_of(self, pair, loss):
+        """Return the steps that take the seconds of the first loss; None: costs are missing."""
+        losses = {TEXT, FIRST, CHEAPEST} | {one for one in self.losses if one not in LOOPS}
+        known = self.records.costs(pair, {TEXT, FIRST, CHEAPEST, loss} - set(LOOPS))
+        if known is None:
+            cost = Cost(*pair, tuple(sorted(losses)))
+            if cost not in self.wanted:
+                self.wanted.append(cost)
+            return None
+        costs, of_row = known
+        cost = costs[CHEAPEST if loss in LOOPS else loss]
+        teacher = self.batch * of_row
+        of_loss = cost if loss == TEXT else cost + teacher
+        return max(round(self.steps * (costs[FIRST] + teacher) / of_loss), 1)
+
+    def gains(self, pair, loss, equal_seconds=False):
+        """Return the Gains of a loss by the seeds that are there; None: too few are."""
+        steps = self.steps
+        is_first = loss in (EQUAL, FIRST)
+        weight = 0.0 if loss == TEXT else self.weight_of(pair, loss)
+        if equal_seconds and not is_first:
+            steps = self.steps_of(pair, loss)
+        if self.planning:
+            weight, steps = weight or FIRST_WEIGHTS[loss], steps or self.steps
+        if weight is None or steps is None:
+            return None
+        is_none = loss != TEXT and not weight  # no weight helps: the text it is
+        if is_none and equal_seconds:
+            steps = self.steps_of(pair, TEXT)
+        seeds = range(self.seeds)
+        texts = {seed: self.run(pair, TEXT, 0.0, seed) for seed in seeds}
+        ours = {seed: self.run(pair, TEXT if is_none else loss, weight, seed, steps)
+                for seed in seeds}
+        known = [seed for seed in seeds if texts[seed] and ours[seed]]
+        if len(known) < 2:
+            return None
+        bits = {domain: {seed: texts[seed]["after"][domain] - ours[seed]["after"][domain]
+                         for seed in known} for domain in ours[known[0]]["after"]}
+        return Gains(bits, weight, statistics.median(seconds(ours[seed]) for seed in known), steps)
+
+    def losses_of(self, pair):
+        return [EQUAL] if pair[0] == pair[1] else self.losses
+
+    def missing(self, planning=False):
+        """Return the runs that are missing, the most informative first.
+
+        A few seeds of every pair come before many of one.
+        """
+        wanted = []
+        most = self.seeds
+        self.planning = planning
+        for seeds in sorted({min(FEW, most), most}):
+            self.seeds = seeds
+            for pair in self.pairs:
+                for equal_seconds in sorted({False, self.by_seconds and pair[0] != pair[1]}):
+                    for loss in self.losses_of(pair):
+                        self.wanted = []
+                        self.gains(pair, loss, equal_seconds)
+                        wanted += [name for name in self.wanted if name not in wanted]
+        self.seeds, self.planning = most, False
+        return wanted
+
+
+def seconds(record, cached=False):
+    """Return the CPU seconds of a run; cached: the teacher reads each passage once."""
+    passages = record.get("passages", 0)
+    if cached:
+        passages = min(passages, record["rows"])
+    return record["seconds"] + record.get("teacher_row", 0.0) * passages
+
+
+# --- tables ---------------------------------------------------------------------------------------
+
+
+def half_interval(values):
+    """Return half of the interval of 95 % of at least two values."""
+    quantile = STUDENTS_T[min(len(values), len(STUDENTS_T) + 1) - 2]
+    return quantile * statistics.stdev(values) / len(values) ** 0.5
+
+
+def interval(values):
+    """Return "mean ± half of the interval of 95 %" of values."""
+    return f"{statistics.mean(values):.4f} ± {half_interval(values):.4f}"
+
+
+def markdown(rows):
+    lines = [f"| {' | '.join(row)} |" for row in rows]
+    return "\n".join([lines[0], "| " + " | ".join(["---"] * len(rows[0])) + " |", *lines[1:]])
+
+
+def ahead_of(first, other, domain="sources"):
+    """Return by how much one Gains is ahead of another one, seed by seed."""
+    ours, others = first.bits[domain], other.bits[domain]
+    return [ours[seed] - others[seed] for seed in ours if seed in others]
+
+
+def row_of(study, pair, loss, equal_seconds):
+    """Return the cells of a loss; None where runs are missing."""
+    gains = study.gains(pair, loss, equal_seconds)
+    first = study.gains(pair, FIRST) if pair[0] != pair[1] else None
+    if gains is None or (loss == TEXT and not equal_seconds):
+        return None
+    ahead = "" if loss in (FIRST, EQUAL) or not first else ahead_of(first, gains)
+    if ahead and len(ahead) < 2:
+        return None
+    weight = f"{gains.weight:g}" if gains.weight else "none helps"
+    by_domain = [interval(list(gains.bits[domain].values())) if domain in gains.bits else ""
+                 for domain in DOMAINS]
+    return [f"{loss} ({FORMS[loss]})" if loss in FORMS else loss, "" if loss == TEXT else weight,
+            *by_domain, ahead and interval(ahead), str(gains.steps), f"{gains.seconds:.0f}",
+            str(len(gains.bits["sources"]))]
+
+
+def tables_of(study):
+    """Return the tables of a study: (heading, rows) of each pair at equal steps and seconds."""
+    tables = []
+    for pair in study.pairs:
+        for equal_seconds in (False, True) if pair[0] != pair[1] else (False,):
+            rows = [row_of(study, pair, loss, equal_seconds) for loss in study.losses_of(pair)]
+            rows = [row for row in rows if row]
+            if not rows:
+                continue
+            head = ["loss", "weight", *(f"gain, {domain}" for domain in DOMAINS),
+                    f"{FIRST} ahead by", "steps", "CPU seconds", "n"]
+            equal = "seconds" if equal_seconds else "steps"
+            tables.append((f"{study.regime}, rate {study.rate:g}, {pair[0]} <- {pair[1]}, equal "
+                           f"{equal}", [head, *rows]))
+    return tables
+
+
+def studies(records):
+    """Yield a Study of every regime and rate of which the records know something."""
+    known = [name for name in records.of if isinstance(name, Run)]
+    for regime, rate in sorted({(name.regime, -name.rate) for name in known}):
+        if regime in REGIMES and regime != "long":
+            losses = [TEXT, FIRST, *(form for forms in RIVALS.values() for form in forms)]
+            pairs = [(a, b) for a in KINDS for b in KINDS]
+            yield Study(records, regime, -rate, losses, pairs)
+
+
+def as_run(records, regime):
+    """Return rows of all runs of a regime whose weights were given, not chosen."""
+    groups = defaultdict(dict)
+    for name, record in records.of.items():
+        if isinstance(name, Run) and name.regime == regime and name.seed < min(SEEDS_TO_CHOOSE):
+            key = name.student, name.teacher, name.loss, name.weight, name.rate, name.steps
+            groups[key][name.seed] = record
+    rows = [["loss", "weight", "steps", "bits per byte", "gain over the text", "CPU seconds", "n"]]
+    for key, by_seed in sorted(groups.items()):
+        student, _, loss, weight, rate, steps = key
+        texts = groups.get((student, "", TEXT, 0.0, rate, (REGIMES | LARGE)[regime].steps), {})
+        both = sorted(set(texts) & set(by_seed))
+        if len(both) < 2:
+            continue
+        after = [by_seed[seed]["after"]["sources"] for seed in both]
+        gains = [texts[seed]["after"]["sources"] - by_seed[seed]["after"]["sources"]
+                 for seed in both]
+        median = statistics.median(seconds(by_seed[seed]) for seed in both)
+        gain = "" if texts is by_seed else interval(gains)
+        rows.append([loss, f"{weight:g}", str(steps), interval(after), gain, f"{median:.0f}",
+                     str(len(both))])
+    return rows
+
+
+def shares(study, loss):
+    """Return the share of an equal tokenizer's gain of every seed; [] while runs are missing.
+
+    Teachers' and students' own terms cancel in a square.
+    """
+    gains = {(a, b): study.gains((a, b), EQUAL if a == b else loss) for a in KINDS for b in KINDS}
+    if None in gains.values():
+        return []
+    of_seed = []
+    for seed in set.intersection(*(set(one.bits["sources"]) for one in gains.values())):
+        bits = {pair: one.bits["sources"][seed] for pair, one in gains.items()}
+        equal = statistics.mean(bits[kind, kind] for kind in KINDS)
+        other = statistics.mean(bits[a, b] for a in KINDS for b in KINDS if a != b)
+        of_seed.append(other / equal)
+    return of_seed
+
+
+def first_claim(records):
+    """Return sentences for README.md on students that know something already; "" if none can be."""
+    study = next((one for one in studies(records) if (one.regime, one.rate) == ("new", RATES[0])),
+                 None)
+    sentences = []
+    for pair in study.pairs if study else []:
+        first = study.gains(pair, FIRST) if pair[0] != pair[1] else None
+        if first is None:
+            continue
+        gain = interval(list(first.bits["sources"].values()))
+        text = f"{pair[0]} <- {pair[1]}: {FIRST} gains {gain}"
+        for equal, words in ((False, "steps"), (True, "seconds")):
+            for loss in (CHEAPEST, TEXT):
+                other = study.gains(pair, loss, equal) if equal or loss != TEXT else None
+                if other and len(ahead := ahead_of(first, other)) > 1:
+                    text += f", ahead of {loss} by {interval(ahead)} after equal {words}"
+        sentences.append(text)
+    return "\n".join(sentences)
+
+
+@dataclass(kw_only=True)
+class Args:
+    """Print the tables of the square, from the runs that are kept."""
+
+    records: str = flag(str(LOG), "folder of square_*.jsonl.")
+    merge: str = flag("", "folder with such files, or with a gpu_day.jsonl, to add to it.")
+
+
+def merge(records, folder):
+    """Add what another machine made."""
+    for record in Records(folder).of.values():
+        records.add(record)
+    for path in Path(folder).glob("gpu_day.jsonl"):
+        for line in path.read_text().splitlines():
+            for record in json.loads(line).get("records", []):
+                records.add(record)
+
+
+def main(args):
+    records = Records(args.records)
+    if args.merge:
+        merge(records, args.merge)
+    for study in studies(records):
+        for heading, rows in tables_of(study):
+            print(f"\n{heading}\n\n{markdown(rows)}")
+        for loss in study.losses:
+            if len(values := shares(study, loss)) > 1:
+                print(f"{loss}: share of an equal tokenizer's gain {interval(values)}")
+    for regime in ("long", *LARGE):
+        if len(rows := as_run(records, regime)) > 1:
+            print(f"\n{regime}, weights as named\n\n{markdown(rows)}")
+    print(f"\n{first_claim(records)}")
+
+
+if __name__ == "__main__":
+    tool(Args, main)
