@@ -16,6 +16,7 @@ of 95 %, by Student's t.  A row has at least two seeds; n says how many.
 """
 
 import json
+import re
 import statistics
 import sys
 from collections import defaultdict
@@ -401,24 +402,63 @@ def shares(study, loss):
     return of_seed
 
 
-def first_claim(records):
-    """Return sentences for README.md on students that know something already; "" if none can be."""
-    study = next((one for one in studies(records) if (one.regime, one.rate) == ("new", RATES[0])),
-                 None)
-    sentences = []
-    for pair in study.pairs if study else []:
-        first = study.gains(pair, FIRST) if pair[0] != pair[1] else None
-        if first is None:
-            continue
-        gain = interval(list(first.bits["sources"].values()))
-        text = f"{pair[0]} <- {pair[1]}: {FIRST} gains {gain}"
-        for equal, words in ((False, "steps"), (True, "seconds")):
-            for loss in (CHEAPEST, TEXT):
-                other = study.gains(pair, loss, equal) if equal or loss != TEXT else None
-                if other and len(ahead := ahead_of(first, other)) > 1:
-                    text += f", ahead of {loss} by {interval(ahead)} after equal {words}"
-        sentences.append(text)
-    return "\n".join(sentences)
+# --- docs/results.md ------------------------------------------------------------------------------
+
+PAIRS = {("digits", "bytes"): "finer", ("bytes", "digits"): "coarser",
+         ("bytes", "unigram"): "crossing"}
+# tables of before every run was kept: the first has no seeds, the second the gain of each
+OLDER = {False: "square_new.json", True: "square_new_equal_seconds.json"}
+OLDER_STEPS = 375  # of the text alone, in the seconds of the second
+RENAMED = {"bpm": "bpm_fkl"}  # what older tables call a form
+ROWS = (FIRST, TEXT, "simct", "simct_fkl", "bpm", "bpm_fkl", "csd", "projection_kl", "h_kl", "alm",
+        "uld")
+
+
+def older_cells(equal_seconds):
+    """Return {(loss, pair): "mean ± interval"} of an older table; † where no seeds were kept.
+
+    The first loss took as many steps in both, so that its seeds stand in the second.
+    """
+    cells = {}
+    for is_second in (False, True):
+        for row in json.loads((LOG / OLDER[is_second]).read_text())["table"]:
+            key = RENAMED.get(row["loss"], row["loss"]), (row["student"], row["teacher"])
+            if is_second and (equal_seconds or row["loss"] == FIRST):
+                cells[key] = interval(row["bits"])
+            elif not is_second and not equal_seconds:
+                cells[key] = f"{row['gain']:.4f} ± {row['interval']:.4f}†"
+    return cells
+
+
+def text_gains(records, student):
+    """Return what the text alone gains in the seconds of the older table, seed by seed."""
+    bits = {}
+    for steps in (REGIMES["new"].steps, OLDER_STEPS):
+        for seed in range(8):
+            name = Run("new", student, "", TEXT, 0.0, RATES[0], seed, steps)
+            if name in records.of:
+                bits[steps, seed] = records.of[name]["after"]["sources"]
+    first = REGIMES["new"].steps
+    return [bits[first, seed] - bits[OLDER_STEPS, seed] for seed in range(8)
+            if (first, seed) in bits and (OLDER_STEPS, seed) in bits]
+
+
+def summary(records, equal_seconds):
+    """Return rows of gains in the regime new by loss and pair, from the newest runs that tell."""
+    cells = older_cells(equal_seconds)
+    for pair in PAIRS if equal_seconds else ():
+        if len(gains := text_gains(records, pair[0])) > 1:
+            cells[TEXT, pair] = interval(gains)
+    study = Study(records, "new", RATES[0], list(ROWS), list(PAIRS))
+    for loss in ROWS:
+        for pair in PAIRS:
+            gains = study.gains(pair, loss, equal_seconds)
+            if gains and (loss != TEXT or equal_seconds):
+                cells[loss, pair] = interval(list(gains.bits["sources"].values()))
+    head = ["`--loss`", *(f"{student} <- {teacher}, {kind}"
+                          for (student, teacher), kind in PAIRS.items())]
+    rows = [[f"`{loss}`", *(cells.get((loss, pair), "") for pair in PAIRS)] for loss in ROWS]
+    return [head, *(row for row in rows if any(row[1:]))]
 
 
 @dataclass(kw_only=True)
@@ -427,6 +467,7 @@ class Args:
 
     records: str = flag(str(LOG), "folder of square_*.jsonl.")
     merge: str = flag("", "folder with such files, or with a gpu_day.jsonl, to add to it.")
+    page: str = flag("", "page whose two tables of losses are written anew: docs/results.md.")
 
 
 def merge(records, folder):
@@ -437,6 +478,13 @@ def merge(records, folder):
         for line in path.read_text().splitlines():
             for record in json.loads(line).get("records", []):
                 records.add(record)
+
+
+def with_tables(text, tables):
+    """Return the text of a page with these tables in the place of those of losses."""
+    waiting = iter(tables)
+    return re.sub(r"^\| `--loss` \|.*\n(?:\|.*\n)+", lambda _: f"{next(waiting)}\n", text,
+                  flags=re.M)
 
 
 def main(args):
@@ -452,7 +500,12 @@ def main(args):
     for regime in ("long", *LARGE):
         if len(rows := as_run(records, regime)) > 1:
             print(f"\n{regime}, weights as named\n\n{markdown(rows)}")
-    print(f"\n{first_claim(records)}")
+    tables = [markdown(summary(records, equal_seconds)) for equal_seconds in (False, True)]
+    print("\nREADME.md's first claim and docs/results.md: after equal steps, after equal seconds\n")
+    print("\n\n".join(tables))
+    if args.page:
+        page = Path(args.page)
+        page.write_text(with_tables(page.read_text(), tables))
 
 
 if __name__ == "__main__":

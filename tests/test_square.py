@@ -1,5 +1,7 @@
 """benchmarks/square_table.py: what is asked next, and tables, from records that are made up."""
 
+import re
+
 import pytest
 
 from benchmarks import square_table
@@ -109,3 +111,29 @@ def test_teachers_and_students_of_their_own_cancel_in_a_share(records):
         add(records, job, 9.0 - gain * (1 + job.seed))
     diagonal = 2.0 + 0.5 + 0.2 / 3
     assert square_table.shares(study, "piece_kl") == pytest.approx([1 - 0.2 / diagonal] * 2)
+
+
+# --- pages ----------------------------------------------------------------------------------------
+
+
+def tables():
+    kept = Records(square_table.LOG)
+    return [square_table.markdown(square_table.summary(kept, equal)) for equal in (False, True)]
+
+
+def test_results_have_the_tables_that_follow_from_the_kept_runs():
+    """If this fails: python benchmarks/square_table.py --page docs/results.md."""
+    page = (square_table.ROOT / "docs/results.md").read_text()
+    assert square_table.with_tables(page, tables()) == page
+    changed = page.replace("| `piece_kl` | 0.0", "| `piece_kl` | 0.1")
+    assert changed != page and square_table.with_tables(changed, tables()) == page
+
+
+def test_the_first_claim_of_the_readme_follows_from_the_kept_runs():
+    """Each figure of its row is that of a cell, or of the table without seeds, rounded."""
+    [row] = re.findall(r"^\| helps \|.*$", (square_table.ROOT / "README.md").read_text(), re.M)
+    older = (square_table.LOG / square_table.OLDER[False]).read_text()
+    cells = re.findall(r"-?\d\.\d{4}", older + "".join(tables()))
+    rounded = {f"{float(cell) + shift:.3f}" for cell in cells for shift in (-1e-9, 1e-9)}
+    figures = re.findall(r"-?\d\.\d+", row)
+    assert figures and set(figures) <= rounded | set(cells), set(figures) - rounded
