@@ -64,6 +64,7 @@ from benchmarks.square_table import (
     FORMS,
     KINDS,
     LARGE,
+    LARGE_RIVAL,
     LOG,
     RATES,
     REGIMES,
@@ -150,13 +151,12 @@ SCALES = {
         rates=RATES, pairs=OTHER_PAIRS + tuple((kind, kind) for kind in KINDS), weight=0.0, seeds=8,
         step_seconds=0.16, losses="text,piece_kl,simct,simct_fkl,bpm,bpm_fkl,csd,projection_kl,"
         "h_kl,alm,uld"),
-    # SimCT by its forward KL: its own form teaches fresh students nothing at any weight
     "large": Scale(
         ROOT / "runs" / "large_square", dict(bytes=8192, digits=4096, unigram=8192),
         teacher=(512, 1376, 10, 8), student=(320, 864, 8, 5), batch=8,
         teacher_steps=1500, teacher_batch=16, teacher_rate=1e-3, kept_every=50, regimes=LARGE,
         rates=(1e-3,), pairs=(("bytes", "digits"),), weight=1.0, seeds=3, step_seconds=2.5,
-        losses="text,piece_kl,simct_fkl")}
+        losses=f"{TEXT},{FIRST},{LARGE_RIVAL}")}
 scale = SCALES["small"]
 
 
@@ -648,8 +648,7 @@ def asked(args, records):
         for regime in regimes:
             study = Study(records, regime, rate, (args.losses or sizes.losses).split(","), pairs,
                           seeds=args.seeds or sizes.seeds, batch=sizes.batch,
-                          weight=args.weight or sizes.weight, ce_weight=args.ce_weight,
-                          by_seconds=args.scale == "small")
+                          weight=args.weight or sizes.weight, ce_weight=args.ce_weight)
             if regime == "long":  # its runs take as long as twenty others
                 losses = [loss for loss in study.losses if loss in (TEXT, FIRST, *RIVALS["SimCT"])]
                 study = replace(study, pairs=pairs[:1], seeds=args.seeds or FEW, losses=losses)
@@ -696,8 +695,9 @@ def kinds_of(studies):
     """Return the tokenizers whose teachers have to be equally good."""
     if scale.real_teacher:
         return ()
-    is_square = studies[0].by_seconds  # all teachers of it, whichever pairs are asked about now
-    return KINDS if is_square else sorted({teacher for one in studies for _, teacher in one.pairs})
+    if studies[0].regime in LARGE:
+        return sorted({teacher for one in studies for _, teacher in one.pairs})
+    return KINDS  # all of the square, whichever pairs are asked about now
 
 
 def prepare_teachers(studies, for_each, until):

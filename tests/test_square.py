@@ -102,8 +102,10 @@ def test_teachers_and_students_of_their_own_cancel_in_a_share(records):
     of_teacher = {"bytes": 0.3, "digits": -0.1, "unigram": 0.0}
     of_student = {"bytes": 0.0, "digits": 1.0, "unigram": 0.5}
     pairs = [(a, b) for a in of_student for b in of_teacher]
-    study = study_of(records, losses=[TEXT, "piece_kl"], pairs=pairs, weight=1.0, by_seconds=False)
+    study = study_of(records, losses=[TEXT, "piece_kl"], pairs=pairs, weight=1.0)
     for job in study.missing():
+        if isinstance(job, Cost):
+            continue
         gain = 0.0
         if job.loss != TEXT:
             different = -0.2 if job.loss != EQUAL else 0.0
