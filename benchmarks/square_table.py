@@ -354,6 +354,32 @@ def tables_of(study):
     return tables
 
 
+def better_form(study, pair, forms):
+    """Return the better form of a rival on the choosing passages; None: runs are missing."""
+    bits = {}
+    for form in forms:
+        weight = study.weight_of(pair, form)
+        if weight is not None:
+            bits[form] = study.mean_to_choose(pair, form if weight else TEXT, weight)
+    return min(bits, key=bits.get) if len(bits) == len(forms) else None
+
+
+def bars(study, equal_seconds):
+    """Return rows: by how much the first loss is ahead of the better form of each rival."""
+    rows = [["student <- teacher", *RIVALS]]
+    for pair in study.pairs:
+        first = study.gains(pair, FIRST) if pair[0] != pair[1] else None
+        cells = []
+        for forms in RIVALS.values() if first else ():
+            form = better_form(study, pair, forms)
+            other = study.gains(pair, form, equal_seconds) if form else None
+            ahead = ahead_of(first, other) if other else []
+            cells.append(f"{interval(ahead)} ({form})" if len(ahead) > 1 else "")
+        if any(cells):
+            rows.append([f"{pair[0]} <- {pair[1]}", *cells])
+    return rows
+
+
 def studies(records):
     """Yield a Study of every regime and rate of which the records know something."""
     known = [name for name in records.of if isinstance(name, Run)]
@@ -500,6 +526,10 @@ def main(args):
     for study in studies(records):
         for heading, rows in tables_of(study):
             print(f"\n{heading}\n\n{markdown(rows)}")
+        for words, equal_seconds in (("steps", False), ("seconds", True)):
+            if len(rows := bars(study, equal_seconds)) > 1:
+                print(f"\n{FIRST} ahead of each rival's better form, {study.regime}, rate "
+                      f"{study.rate:g}, equal {words}\n\n{markdown(rows)}")
         for loss in study.losses:
             if len(values := shares(study, loss)) > 1:
                 print(f"{loss}: share of an equal tokenizer's gain {interval(values)}")

@@ -42,7 +42,7 @@ def test_a_weight_has_worse_ones_on_both_sides(records, best, tried):
     assert weight == min(order, key=lambda one: (one - best) ** 2) and order == tried
 
 
-def test_where_no_weight_helps_the_gain_is_that_of_the_text(records):
+def test_where_no_weight_helps_the_gain_is_that_of_the_text(records, monkeypatch):
     """However light it is; and no run is asked for that would show what is known."""
     study = study_of(records)
     while jobs := study.missing():
@@ -60,6 +60,10 @@ def test_where_no_weight_helps_the_gain_is_that_of_the_text(records):
     assert {name.seed for name in records.of if isinstance(name, Run) and name.weight} == {100, 101}
     tables = square_table.tables_of(study)
     assert "none helps" in square_table.markdown(tables[0][1])
+    rivals = {"SimCT": ("simct",), "BPM": ("bpm", "bpm_fkl")}
+    monkeypatch.setattr(square_table, "RIVALS", rivals)
+    [_, cells] = square_table.bars(study, False)  # of bpm nothing is known
+    assert cells[0] == "digits <- bytes" and cells[1].endswith(" (simct)") and cells[2] == ""
 
 
 def test_equal_seconds_follow_from_costs_measured_in_turns(records):
