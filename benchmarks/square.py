@@ -504,9 +504,13 @@ def timed(cost):
             "teacher_row": round(of_row, 6), "batch": scale.batch}
 
 
+def first_path(kind, seed):
+    return scale.runs / f"first-{kind}-{seed}.pt"
+
+
 def first_weights(kind, seed):
     """Return the weights of a student that has read the documentation."""
-    path = scale.runs / f"first-{kind}-{seed}.pt"
+    path = first_path(kind, seed)
     if not path.exists():
         student = learn(fresh(scale.student, kind, seed).to(device()), kind,
                         corpus()["documentation"], FIRST_STEPS, seed=seed)
@@ -669,6 +673,10 @@ def hours(study):
         if isinstance(job, Run):
             known = per_step.get(job.loss == TEXT)
             total += job.steps * (statistics.mean(known) if known else scale.step_seconds)
+    if not scale.regimes[study.regime].is_fresh:
+        students = {(job.student, job.seed) for job in jobs if isinstance(job, Run)}
+        first = [student for student in students if not first_path(*student).exists()]
+        total += len(first) * FIRST_STEPS * scale.step_seconds / 2
     return len(jobs), total / 3600
 
 
@@ -711,7 +719,7 @@ def prepare_teachers(studies, for_each, until):
 
 
 def main(args):
-    records = Records(args.records)
+    records = Records(args.records, corpus_name())
     studies = asked(args, records)
     if args.plan:
         plan(studies)

@@ -19,7 +19,7 @@ import json
 import re
 import statistics
 import sys
-from collections import defaultdict
+from collections import Counter, defaultdict
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import NamedTuple
@@ -115,14 +115,24 @@ def name_of(record):
 
 
 class Records:
-    """Keep records in the files of a folder, one line each; the first of a run counts."""
+    """Keep records in the files of a folder, one line each; the first of a run counts.
 
-    def __init__(self, folder):
+    Texts are those of a machine's Python, so runs of other ones are left out.
+
+    Args:
+        corpus: the name of the texts; empty: those that most runs have.
+    """
+
+    def __init__(self, folder, corpus=""):
         self.folder = Path(folder)
         self.of = {}
+        records = []
         for path in sorted(self.folder.glob("square_*.jsonl")):
-            for line in path.read_text().splitlines():
-                record = json.loads(line)
+            records += map(json.loads, path.read_text().splitlines())
+        names = Counter(record["corpus"] for record in records if "corpus" in record)
+        corpus = corpus or max(names, key=names.get, default="")
+        for record in records:
+            if record.get("corpus", corpus) == corpus:
                 self.of.setdefault(name_of(record), record)
 
     def add(self, record):
@@ -257,8 +267,12 @@ class Study:
         known = [seed for seed in seeds if texts[seed] and ours[seed]]
         if len(known) < 2:
             return None
-        bits = {domain: {seed: texts[seed]["after"][domain] - ours[seed]["after"][domain]
-                         for seed in known} for domain in ours[known[0]]["after"]}
+        bits = {}
+        for domain in DOMAINS:
+            both = [seed for seed in known
+                    if domain in texts[seed]["after"] and domain in ours[seed]["after"]]
+            bits[domain] = {seed: texts[seed]["after"][domain] - ours[seed]["after"][domain]
+                            for seed in both}
         medians = [statistics.median(seconds(ours[seed], is_cached) for seed in known)
                    for is_cached in (False, True)]
         return Gains(bits, weight, tuple(medians), steps)
@@ -329,8 +343,8 @@ def row_of(study, pair, loss, equal_seconds):
     if ahead and len(ahead) < 2:
         return None
     weight = f"{gains.weight:g}" if gains.weight else "none helps"
-    by_domain = [interval(list(gains.bits[domain].values())) if domain in gains.bits else ""
-                 for domain in DOMAINS]
+    by_domain = [interval(list(bits.values())) if len(bits) > 1 else ""
+                 for bits in gains.bits.values()]
     return [f"{loss} ({FORMS[loss]})" if loss in FORMS else loss, "" if loss == TEXT else weight,
             *by_domain, ahead and interval(ahead), str(gains.steps),
             "; ".join(f"{one:.0f}" for one in gains.seconds),

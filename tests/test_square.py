@@ -1,5 +1,6 @@
 """benchmarks/square_table.py: what is asked next, and tables, from records that are made up."""
 
+import json
 import re
 
 import pytest
@@ -99,6 +100,17 @@ def test_records_of_two_machines_are_merged_once(records, tmp_path):
     assert len((tmp_path / "square_new.jsonl").read_text().splitlines()) == 2
     assert set(Records(tmp_path).of) == set(other.of)
     assert all(name_of(record) == name for name, record in records.of.items())
+
+
+def test_runs_of_other_texts_are_left_out(records, tmp_path):
+    """Two of three runs are of one Python's library, so these make the table."""
+    run = Run("new", "bytes", "", TEXT, 0.0, 3e-3, 0, 150)
+    for seed, corpus in enumerate("aab"):
+        record = vars(run) | {"seed": seed, "corpus": corpus}
+        with open(tmp_path / "square_new.jsonl", "a") as file:
+            file.write(json.dumps(record) + "\n")
+    assert {name.seed for name in Records(tmp_path).of} == {0, 1}
+    assert {name.seed for name in Records(tmp_path, "b").of} == {2}
 
 
 def test_teachers_and_students_of_their_own_cancel_in_a_share(records):
