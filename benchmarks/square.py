@@ -318,18 +318,26 @@ def hidden(kind, num_rows):
 @cache
 def held_out(kind, part):
     """Return the batches of held-out rows."""
-    collator = Collator(encoder(kind), [])
     most = dict(DOMAINS.values())
-    texts = corpus()[part][: most.get(part, CHOOSING)]
+    return batches_of(encoder(kind), corpus()[part][: most.get(part, CHOOSING)])
+
+
+def batches_of(of_student, texts):
+    collator = Collator(of_student, [])
     return [to_device(collator(texts[i : i + 16]).student, device())
             for i in range(0, len(texts), 16)]
 
 
-@torch.no_grad()
 def bits_per_byte(model, kind, part):
     """Return the bits per byte of held-out rows."""
+    return bits_of(model, held_out(kind, part))
+
+
+@torch.no_grad()
+def bits_of(model, batches):
+    """Return the bits per byte of batches."""
     nats = num_bytes = 0.0
-    for batch in held_out(kind, part):
+    for batch in batches:
         counts = (batch.num_bytes >= 0) & (batch.labels != -100)
         values = F.cross_entropy(model(input_ids=batch.ids).logits.flatten(0, 1),
                                  batch.labels.flatten(), ignore_index=-100, reduction="none")
