@@ -126,14 +126,15 @@ def compare(args, number):
     texts = json.loads((Path(args.assets) / "text" / "tinystories_1000.json").read_text())
     data = save_rows(RUNS / f"{number}.jsonl", texts[HELD_OUT : HELD_OUT + number])
     key = f"{args.steps}_{args.kept}_{args.learning_rate:g}"
-    writing = once(RUNS / f"{number}_{args.kept}.json",
-                   lambda: write_cache(args, data, RUNS / f"{number}_{args.kept}"))
-    results = {arm: [once(RUNS / f"{number}_{arm}_{key}_{seed}.json",
-                          lambda arm=arm, seed=seed: learn(args, arm, data, seed))
-                     for seed in range(args.seeds)] for arm in ARMS}
+    folder = RUNS / f"{number}_{args.kept}"
+    writing = once(RUNS / f"{folder.name}.json", partial(write_cache, args, data, folder))
     rows = []
-    for arm, of_seeds in results.items():
-        gains = [text["bits"] - one["bits"] for text, one in zip(results["text"], of_seeds)]
+    for arm in ARMS:
+        of_seeds = [once(RUNS / f"{number}_{arm}_{key}_{seed}.json",
+                         partial(learn, args, arm, data, seed)) for seed in range(args.seeds)]
+        if arm == "text":
+            texts_alone = of_seeds
+        gains = [text["bits"] - one["bits"] for text, one in zip(texts_alone, of_seeds)]
         seconds = statistics.median(one["seconds"] for one in of_seeds)
         first = seconds + writing if arm == "cached" else seconds
         times = args.steps * BATCH / number

@@ -508,8 +508,8 @@ def timed(cost):
             steps[loss] += [later - earlier for earlier, later in pairwise(marks)]
     of_row = next(iter(losses.values())).seconds
     medians = {loss: round(statistics.median(each), 5) for loss, each in steps.items()}
-    return {"student": cost.student, "teacher": cost.teacher, "costs": medians,
-            "teacher_row": round(of_row, 6), "batch": scale.batch}
+    return {"scale": cost.scale, "student": cost.student, "teacher": cost.teacher,
+            "costs": medians, "teacher_row": round(of_row, 6), "batch": scale.batch}
 
 
 def first_path(kind, seed):
@@ -692,7 +692,7 @@ def plan(studies):
     """Print what is missing and how long it takes."""
     total = 0.0
     for study in studies:
-        use(scale_name(study), study.regime)
+        use(study.scale, study.regime)
         number, of_study = hours(study)
         total += of_study
         print(f"{study.regime}, rate {study.rate:g}: {number} runs, {of_study:.1f} hours of a core")
@@ -701,10 +701,6 @@ def plan(studies):
     total += len(teachers) * scale.teacher_steps * scale.step_seconds * TEACHERS_STEP / 3600
     print(f"{total:.1f} hours of a core in all, {len(teachers)} teachers to train among them; more "
           "where a weight is not bracketed by three")
-
-
-def scale_name(study):
-    return "large" if study.regime in LARGE else "small"
 
 
 def kinds_of(studies):

@@ -99,6 +99,7 @@ class Run:
 class Cost:
     """Ask for the CPU seconds of a step of some losses, measured in turns."""
 
+    scale: str
     student: str
     teacher: str
     losses: tuple
@@ -110,7 +111,7 @@ RUN_FIELDS = [field.name for field in fields(Run)]
 def name_of(record):
     """Return what a record is of: a Run or a Cost."""
     if "costs" in record:
-        return Cost(record["student"], record["teacher"], tuple(record["costs"]))
+        return Cost(record["scale"], record["student"], record["teacher"], tuple(record["costs"]))
     return Run(**{key: record[key] for key in RUN_FIELDS})
 
 
@@ -146,11 +147,12 @@ class Records:
         with open(self.folder / f"square_{table}.jsonl", "a") as file:
             file.write(json.dumps(record) + "\n")
 
-    def costs(self, pair, losses):
+    def costs(self, scale, pair, losses):
         """Return (seconds of a step by loss, the teacher's for a passage); None if not measured."""
         for name, record in self.of.items():
-            if isinstance(name, Cost) and (name.student, name.teacher) == pair \
-                    and set(losses) <= set(name.losses):
+            if not isinstance(name, Cost) or not set(losses) <= set(name.losses):
+                continue
+            if (name.scale, name.student, name.teacher) == (scale, *pair):
                 return record["costs"], record["teacher_row"]
         return None
 
@@ -192,6 +194,7 @@ class Study:
 
     def __post_init__(self):
         self.steps = (REGIMES | LARGE)[self.regime].steps
+        self.scale = "large" if self.regime in LARGE else "small"
         self.wanted = []
 
     def run(self, pair, loss, weight, seed, steps=0):
@@ -234,9 +237,9 @@ class Study:
     def steps_of(self, pair, loss):
         """Return the steps that take the seconds of the first loss; None: costs are missing."""
         losses = {TEXT, FIRST, CHEAPEST} | {one for one in self.losses if one not in LOOPS}
-        known = self.records.costs(pair, {TEXT, FIRST, CHEAPEST, loss} - set(LOOPS))
+        known = self.records.costs(self.scale, pair, {TEXT, FIRST, CHEAPEST, loss} - set(LOOPS))
         if known is None:
-            cost = Cost(*pair, tuple(sorted(losses)))
+            cost = Cost(self.scale, *pair, tuple(sorted(losses)))
             if cost not in self.wanted:
                 self.wanted.append(cost)
             return None

@@ -50,8 +50,8 @@ def test_where_no_weight_helps_the_gain_is_that_of_the_text(records, monkeypatch
         for job in jobs:
             if isinstance(job, Cost):
                 costs = dict.fromkeys(job.losses, 1.0)
-                records.add({"student": "digits", "teacher": "bytes", "costs": costs,
-                             "teacher_row": 0.0})
+                records.add({"scale": "small", "student": "digits", "teacher": "bytes",
+                             "costs": costs, "teacher_row": 0.0})
             else:
                 add(records, job, 2.0 + job.weight + job.seed)
     gains = study.gains(PAIR, "simct")
@@ -73,8 +73,11 @@ def test_equal_seconds_follow_from_costs_measured_in_turns(records):
     assert study.steps_of(PAIR, "simct") is None
     [cost] = study.wanted
     assert "csd" not in cost.losses  # a loop in Python
-    records.add({"student": "digits", "teacher": "bytes", "teacher_row": 0.05,
-                 "costs": {TEXT: 0.1, "piece_kl": 0.3, "simct": 0.2}})
+    costs = {TEXT: 0.1, "piece_kl": 0.3, "simct": 0.2}
+    of_large = dict.fromkeys(costs, 7.0)
+    for scale, each in (("large", of_large), ("small", costs)):
+        records.add({"scale": scale, "student": "digits", "teacher": "bytes", "teacher_row": 0.05,
+                     "costs": each})
     assert study.steps_of(PAIR, TEXT) == round(150 * 0.7 / 0.1)
     assert study.steps_of(PAIR, "simct") == study.steps_of(PAIR, "csd") == round(150 * 0.7 / 0.6)
 
@@ -153,5 +156,5 @@ def test_the_first_claim_of_the_readme_follows_from_the_kept_runs():
     older = (square_table.LOG / square_table.OLDER[False]).read_text()
     cells = re.findall(r"-?\d\.\d{4}", older + "".join(tables()))
     rounded = {f"{float(cell) + shift:.3f}" for cell in cells for shift in (-1e-9, 1e-9)}
-    figures = re.findall(r"-?\d\.\d+", row)
+    figures = re.findall(r"-?\d\.\d{3,}", row)
     assert figures and set(figures) <= rounded | set(cells), set(figures) - rounded
