@@ -156,6 +156,10 @@ STUDIES = {
         "the same by transformers' generate: as it is, and with a cache of one size, for which it "
         "captures a graph of a token", "generating", {
             "dynamic": (60, {"cache": "dynamic"}), "static": (90, {"cache": "static"})}),
+    "square": Study(
+        "students of 12 million weights learn 500, 2,000 and 8,000 passages by piece_kl, SimCT and "
+        "the text alone; each part goes on where the last one ended", "large_square", {
+            f"part {number}": (450, {"minutes": 7}) for number in (1, 2, 3)}),
     "resume": Study("relative difference of two runs, and of one that was killed and went on",
                     "resume", {"bf16": (90, {})}),
     "check": Study("checks of benchmarks/gpu.py and gpu_job.py", "check", checks(
@@ -404,6 +408,7 @@ def merge(folder):
     kept = {}
     for line in [*read_record(), *read_lines(Path(folder) / LINES)]:
         line["commit"] = line.get("commit") or commit()
+        line.pop("records", None)  # of the square, which square_table.py adds to its own files
         key = line["study"], line["part"], line.get("card")
         if line["result"] == "done" or kept.get(key, line)["result"] != "done":
             kept[key] = line

@@ -32,7 +32,7 @@ import torch
 import yaml
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-from benchmarks import gpu, gpu_job, transfer
+from benchmarks import gpu, gpu_job, square, square_table, transfer
 from benchmarks.drafts import held_out as entry_of
 from benchmarks.loss import Sizes
 from isogloss import demo, distill
@@ -462,6 +462,34 @@ def draft(place, **flags):
     flags["export"] = flags["output_dir"] / "student"
     gpu_job.on_ranks(1, gpu_job.run_job, as_argv(flags))
     return {"before": before, "after": accepted(place, flags["export"])} | seconds_of(flags)
+
+
+# --- students that outweigh their loss ------------------------------------------------------------
+
+
+def large_square(place, minutes):
+    """Go on with the large square of square.py for some minutes.
+
+    Returns:
+        runs: how many are done now; records: lines of those that docs/log did not have, which
+        `square_table.py --merge FOLDER` adds to it.
+    """
+    sizes = square.SCALES["large"]._replace(runs=place.folder / "large_square")
+    if place.tiny:
+        tiny = 16, 16, 1, 1
+        sizes = sizes._replace(sizes=dict(bytes=400, digits=300), teacher=tiny, student=tiny,
+                               teacher_steps=3, kept_every=1, seeds=2,
+                               regimes={"large_500": square_table.Regime(16, 4, checks=2)})
+    records = square_table.Records(place.folder / "log")
+    before = set(square_table.Records(square_table.LOG).of)
+    if not place.tiny:
+        square_table.merge(records, square_table.LOG)
+    with mock.patch.dict(square.SCALES, large=sizes), \
+            mock.patch.dict(square_table.LARGE, sizes.regimes):
+        square.main(square.Args(scale="large", minutes=minutes, records=str(records.folder)))
+    new = [record for name, record in square_table.Records(records.folder).of.items()
+           if name not in before]
+    return {"runs": len(new), "records": new}
 
 
 # --- the same numbers -----------------------------------------------------------------------------

@@ -12,11 +12,13 @@ csd   The partition KL of NeMo RL's branch xtoken-v6-loss at a84de17, whose form
     rest; in a chunk of one token against several, the tokens that are written with the realized
     ones but the last; of several against several the chunk's probability.  Its positions are taken
     as unshifted; no filter of unlikely chunks.
-bpm   Byte-Prefix Marginalization (arXiv:2607.22334, github.com/K1XE/BPM at 55093cf): a teacher
-    token gives its mass to the longest student token that its bytes begin with; inside a teacher
-    token those that begin with what was read; student tokens that are longer than the teacher's on
-    the realized bytes take the chain product from it.  Forward KL; tokens without a target are one
-    event.
+bpm, bpm_fkl   Byte-Prefix Marginalization (arXiv:2607.22334, github.com/K1XE/BPM at 55093cf): a
+    teacher token gives its mass to the longest student token that its bytes begin with; inside a
+    teacher token those that begin with what was read; student tokens that are longer than the
+    teacher's on the realized bytes take the chain product from it.  Tokens without a target are
+    one event.  bpm is the authors' default: the Jensen-Shannon divergence of weight 0.5, -log p
+    where one token is certain, and no rows whose next student token is spaces and tabs alone.  It
+    refuses tokenizers that are not byte-level BPE; here it does not.  bpm_fkl: KL(q || p) of all.
 no_teacher   The baseline of arXiv:2608.31046 for what a student has written: a fixed negative
     advantage on tokens that the student found unlikely, so log p where p < UNLIKELY, and 0
     elsewhere.  The paper's threshold is not in its abstract.
@@ -45,7 +47,8 @@ SPAN = 8  # longest student token that bpm follows, in teacher tokens
 def add():
     """Put the losses into the table."""
     for name, loss in {"simct": partial(Simct, reverse=True), "simct_fkl": Simct, "csd": Csd,
-                       "bpm": Bpm, "no_teacher": NoTeacher}.items():
+                       "bpm": partial(Bpm, beta=0.5, masks_space=True), "bpm_fkl": Bpm,
+                       "no_teacher": NoTeacher}.items():
         LOSSES[name] = LossSpec(partial(build, loss), "chunks")
 
 
@@ -200,6 +203,11 @@ class Csd:
                             losses.Segments.of(of_E, len(logp_NE)))
 
 
+def kl_of(q_NE, logp_NE):
+    """Return the (N,) KL(q || p), where events without q count for nothing."""
+    return (q_NE * (q_NE.clamp(min=TINY).log() - logp_NE)).sum(-1)
+
+
 class Places(NamedTuple):
     """List where Bpm asks the student, and what gives its target there; numbers count the places.
 
@@ -216,11 +224,21 @@ class Places(NamedTuple):
 
 
 class Bpm:
-    """Route the teacher's mass by bytes to student tokens; see the module."""
+    """Route the teacher's mass by bytes to student tokens; see the module.
 
-    def __init__(self, pair):
+    Args:
+        beta: of the Jensen-Shannon divergence; 0: KL(q || p).
+        masks_space: rows whose next token is spaces and tabs alone are left out.
+    """
+
+    def __init__(self, pair, beta=0.0, masks_space=False):
+        self.beta, self.masks_space = beta, masks_space
         self.bytes = [[b"" if table.special[i] else table.bytes_of(i) for i in range(len(table))]
                       for table in pair.tables]
+        self.is_space = torch.tensor([bool(raw) and not raw.strip(b" \t") for raw in self.bytes[0]])
+        self.twins = defaultdict(list)  # teacher tokens by their bytes
+        for token, raw in enumerate(self.bytes[1]):
+            self.twins[raw].append(token)
         self.ids = written_ids(pair, 0)
         self.longest = max(map(len, self.ids))
         self.num = len(pair.tables[0])
@@ -248,15 +266,14 @@ class Bpm:
         return bisect_left(self.sorted, prefix), bisect_left(self.sorted, prefix + b"\xff" * 40)
 
     def tokens_behind(self, prefix, end):
-        """Return (teacher tokens that begin with a prefix and go on, where each gives its mass)."""
+        """Return (teacher tokens that begin with a prefix, where each gives its mass)."""
         key = prefix, end
         if key not in self.inside:
             low, high = self.range(prefix)
             tokens, routes = [], []
             for i in range(low, high):
-                if len(self.sorted[i]) > len(prefix):
-                    tokens.append(self.order[i])
-                    routes.append(self.route(self.sorted[i][len(prefix):], end))
+                tokens.append(self.order[i])
+                routes.append(self.route(self.sorted[i][len(prefix):], end))
             self.inside[key] = np.array(tokens), np.array(routes)
         return self.inside[key]
 
@@ -264,13 +281,22 @@ class Bpm:
         q_MW = y_MW.softmax(-1)
         places = self.places(q_MW, next_S.tolist(), next_T.tolist(), chunks)
         target = self.target(q_MW, places)
-        logp = x_NV[torch.tensor(places.rows, dtype=torch.long)].log_softmax(-1)
-        kept, rest_q = target[:, :-1], target[:, -1]
-        is_target = kept > 0
-        rest_p = torch.where(is_target, 0.0, logp.exp()).sum(-1).clamp(min=TINY)
-        value = torch.where(is_target, kept * (kept.clamp(min=1e-30).log() - logp), 0.0).sum(-1)
-        rest = rest_q * (rest_q.clamp(min=1e-30) / rest_p).log()
-        return value + torch.where(rest_q > 0, rest, 0.0)
+        rows = torch.tensor(places.rows, dtype=torch.long)
+        if self.masks_space:
+            is_read = ~self.is_space[next_S[rows]]
+            target, rows = target[is_read], rows[is_read]
+        logp = x_NV[rows].log_softmax(-1)
+        is_target = target[:, :-1] > 0
+        rest_p = torch.where(is_target, 0.0, logp.exp()).sum(-1, keepdim=True).clamp(min=TINY)
+        logp = torch.cat([torch.where(is_target, logp, 0.0), rest_p.log()], 1)
+        is_event = torch.nn.functional.pad(is_target, (0, 1), value=True)
+        p = torch.where(is_event, logp.exp(), 0.0)
+        forward = kl_of(target, logp)
+        if not self.beta:
+            return forward
+        mean = (self.beta * target + (1 - self.beta) * p).clamp(min=TINY).log()
+        jsd = self.beta * kl_of(target, mean) + (1 - self.beta) * (p * (logp - mean)).sum(-1)
+        return torch.where((target > 0).sum(-1) == 1, forward, jsd)
 
     def places(self, q_MW, came_S, came_T, chunks):
         """List where the student is asked, and what gives its target; returns Places."""
@@ -348,7 +374,7 @@ class Bpm:
                 break
             mass = 1.0
             for k in range(governing, last):
-                mass *= q[first_T + k, came_T[first_T + k]]
+                mass *= q[first_T + k, self.twins[self.bytes[1][came_T[first_T + k]]]].sum()
             remainder = data[starts[last] : place + size]
             if remainder:
                 low, high = self.range(remainder)

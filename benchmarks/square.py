@@ -1,7 +1,8 @@
 """Compare losses in a square: K tokenizers, a teacher and students of each, all K x K pairs.
 
-    python benchmarks/square.py [--regime little] [--losses piece_kl,alm] [--seeds 8]
-                                [--pairs bytes-unigram] [--weight 2] [--plan]
+    python benchmarks/square.py [--regimes new,little] [--losses text,piece_kl,simct] [--plan]
+    python benchmarks/square.py --scale large          # students that outweigh their loss, one pair
+    python benchmarks/square_table.py                  # the tables
 
 Nothing is downloaded: the corpus is the sources of the standard library, held out by package, and
 tokenizers and teachers are made of it, once.  The tokenizers:
@@ -20,20 +21,17 @@ share of an equal tokenizer's gain that is left.  On the diagonal every loss is 
 
 The regimes:
 
-little     fresh students, little text
-long       fresh students, more text, 3,000 steps, stopped where the chosen rows are best
 new        students that know the library's documentation meet its sources
+little     fresh students, little text
+long       fresh students, more text, 3,000 steps, stopped where the chosen passages are best
 above      little, from a teacher far above the students: --teacher DIR, a real model
+large_N    N passages for students of 12 million weights and vocabularies of 8 and 4 thousand
 
-Students of a seed begin with the same weights and see the same batches.  The weight of a loss is
-chosen for each pair, on other rows and seeds than those that are reported, and bracketed.  A run's
-seconds are its processor time and what its teacher takes for the rows that it reads; with
---equal_seconds faster losses than the first one take more steps, and slower ones fewer.
-Differences are paired by seed; intervals are of 95 %, by Student's t.
-
-Results are kept in runs/square, and what is done is not repeated.  A table is written there as
-JSON, too; with --table FILE weights and seconds are those of an earlier one.  rivals.py has losses
-of other systems.  Figures of record are in docs/LOG.md.
+Students of a seed begin with the same weights and see the same batches.  What is run, and with
+which weights, square_table.py says; every run is a line in docs/log/square_*.jsonl, and what stands
+there is not repeated: a new machine makes its teachers again and goes on.  Domains are sources of
+other packages, and documentation, which students of the regime new have read before.  Long runs are
+kept in runs/ as they go, so that --minutes 8 ends and the next command goes on.
 """
 
 import hashlib
@@ -46,8 +44,9 @@ import sysconfig
 import time
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import cache, partial
+from itertools import islice, pairwise
 from pathlib import Path
 from typing import NamedTuple
 
@@ -59,6 +58,23 @@ import torch.nn.functional as F
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from benchmarks import rivals
+from benchmarks.square_table import (
+    FEW,
+    FIRST,
+    FORMS,
+    KINDS,
+    LARGE,
+    LARGE_RIVAL,
+    LOG,
+    RATES,
+    REGIMES,
+    RIVALS,
+    TEXT,
+    Cost,
+    Records,
+    Run,
+    Study,
+)
 from isogloss import demo
 from isogloss.align import TokenTable
 from isogloss.config import Config
@@ -66,55 +82,43 @@ from isogloss.data.batch import Collator, PairOptions
 from isogloss.data.sample import TextEncoder
 from isogloss.flags.parse import flag
 from isogloss.flags.tool import tool
+from isogloss.job.columns import to_device
 from isogloss.objective.loss_table import build_loss
-from isogloss.tasks import markdown_table
 from recipes.tiny import prepare
 
-TEXT = "text"  # no teacher
-EQUAL = "forward_kl"  # what every loss is on the diagonal
 PASSAGE = 480  # bytes
 SHORTEST = 60  # characters; headings and one-word docstrings teach nothing
 # no part of the library, or left out by some distributions
 SKIPPED_FOLDERS = {"site-packages", "test", "tests", "idlelib", "lib2to3", "pydoc_data",
                    "turtledemo", "idle_test"}
 CHOOSING, REPORTING = 96, 192  # held-out passages
+DOMAINS = {"sources": ("report", REPORTING), "documentation": ("documentation", CHOOSING)}
 MOST_TEXTS = 60_000  # to learn from
-SEEDS_TO_CHOOSE = 100, 101
 MAX_LENGTH = 512
 DECAY = 0.97  # of the mean of a teacher's weights over the steps
 MATCHED = 0.005  # bits per byte
 FIRST_STEPS = 600  # of the students of the regime "new" on the documentation
-WEIGHTS = 1.0, 4.0  # of which a loss is tried first; more, by factors of 2, where it asks for them
-LIGHTEST, HEAVIEST = 1 / 64, 64.0  # weights that are tried at most
-# 97.5 % of Student's t with n - 1 degrees of freedom, for n = 2, 3, ...
-STUDENTS_T = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26, 2.23, 2.20, 2.18, 2.16, 2.14)
+TIMED = 12  # steps of each loss, in turns, of which the median is its cost
+TEACHERS_STEP = 5  # of a teacher's training, over a student's step, about
+PATIENCE = 4  # looks without a better student, after which a run ends
 
 
-class Regime(NamedTuple):
-    """Say what the students of a comparison learn.
-
-    rows: passages to train on.
-    steps: optimizer steps.
-    checks: how often the chosen rows are looked at, for the best student.
-    is_fresh: they have random weights.
-    teacher_steps: of their teachers' training, if not those of the scale.
-    """
-
-    rows: int
-    steps: int
-    checks: int = 1
-    is_fresh: bool = True
-    teacher_steps: int = 0
+class OutOfTime(Exception):
+    """Say that the minutes are over; what was done is kept."""
 
 
 class Scale(NamedTuple):
     """Say how large everything is.
 
-    runs, sizes: folder of the results; tokens of each tokenizer.
+    runs, sizes: folder of models; tokens of each tokenizer.
     teacher, student: their shapes, as (hidden size, size between, layers, heads).
-    batch, rate: passages a step of a student, its highest learning rate.
+    batch: passages of a step of a student.
     teacher_steps, teacher_batch, teacher_rate: of a teacher's training.
     kept_every: steps of a teacher of which the weights are kept.
+    regimes, rates: what is asked, in this order.
+    pairs, losses, weight, seeds: where the command line says nothing; weight 0: it is chosen.
+    step_seconds: of a student on a core, about, for the plan.
+    real_teacher: folder of the model that teaches in the regime above.
     """
 
     runs: Path
@@ -122,46 +126,70 @@ class Scale(NamedTuple):
     teacher: tuple
     student: tuple
     batch: int
-    rate: float
     teacher_steps: int
     teacher_batch: int
     teacher_rate: float
     kept_every: int
     regimes: dict
+    rates: tuple
+    pairs: tuple
+    losses: str
+    weight: float
+    seeds: int
+    step_seconds: float
+    real_teacher: str = ""
 
 
-SCALE = Scale(
-    ROOT / "runs" / "square", dict(bytes=2048, digits=512, unigram=1024),
-    teacher=(192, 512, 4, 6), student=(64, 172, 4, 4), batch=8, rate=3e-3,
-    teacher_steps=600, teacher_batch=16, teacher_rate=3e-3, kept_every=20,
-    regimes={"little": Regime(1200, 150),
-             "long": Regime(8000, 3000, checks=12, teacher_steps=1800),
-             "new": Regime(1200, 150, is_fresh=False), "above": Regime(1200, 150)})
-scale = SCALE
+# coarser, finer and crossing tokens first
+OTHER_PAIRS = (("bytes", "digits"), ("digits", "bytes"), ("bytes", "unigram"),
+               ("digits", "unigram"), ("unigram", "bytes"), ("unigram", "digits"))
+SCALES = {
+    "small": Scale(
+        ROOT / "runs" / "square", dict(bytes=2048, digits=512, unigram=1024),
+        teacher=(192, 512, 4, 6), student=(64, 172, 4, 4), batch=8,
+        teacher_steps=600, teacher_batch=16, teacher_rate=3e-3, kept_every=20, regimes=REGIMES,
+        rates=RATES, pairs=OTHER_PAIRS + tuple((kind, kind) for kind in KINDS), weight=0.0, seeds=8,
+        step_seconds=0.16, losses="text,piece_kl,simct,simct_fkl,bpm,bpm_fkl,csd,projection_kl,"
+        "h_kl,alm,uld"),
+    "large": Scale(
+        ROOT / "runs" / "large_square", dict(bytes=8192, digits=4096, unigram=8192),
+        teacher=(512, 1376, 10, 8), student=(320, 864, 8, 5), batch=8,
+        teacher_steps=1500, teacher_batch=16, teacher_rate=1e-3, kept_every=50, regimes=LARGE,
+        rates=(1e-3,), pairs=(("bytes", "digits"),), weight=1.0, seeds=3, step_seconds=2.5,
+        losses=f"{TEXT},{FIRST},{LARGE_RIVAL}")}
+scale = SCALES["small"]
 
 
-def use(regime):
-    """Set the teachers of this process to those of a regime."""
+def use(name, regime, real_teacher=""):
+    """Set the sizes of this process, and its teachers to those of a regime."""
     global scale
-    scale = SCALE._replace(teacher_steps=SCALE.regimes[regime].teacher_steps or SCALE.teacher_steps)
+    sizes = SCALES[name]
+    steps = sizes.regimes[regime].teacher_steps or sizes.teacher_steps
+    scale = sizes._replace(teacher_steps=steps, real_teacher=real_teacher)
     torch.set_num_threads(1)  # models of this size gain nothing from a second one
+
+
+def device():
+    return "cuda" if torch.cuda.is_available() else "cpu"
 
 
 @dataclass(kw_only=True)
 class Args:
-    """Compare losses by the held-out bits per byte of their students, on pairs of tokenizers."""
+    """Train students of pairs of tokenizers by several losses, and keep a line of every run."""
 
-    regime: str = flag("little", "what the students learn.", choices=tuple(SCALE.regimes))
-    losses: str = flag("piece_kl,alm", "names of --loss or of rivals.py, with commas.")
-    seeds: int = flag(8, "reported students per loss and pair.", low=1)
+    scale: str = flag("small", "how large models and vocabularies are.", choices=tuple(SCALES))
+    regimes: str = flag("", "what the students learn, with commas; empty: all but above.")
+    losses: str = flag("", "text, names of --loss or of rivals.py, with commas; empty: all.")
+    seeds: int = flag(0, "reported students per loss and pair; 0: those of the scale.", low=0)
     pairs: str = flag("", "as bytes-unigram, student first, with commas; empty: all.")
     teacher: str = flag("", "directory of the model that teaches in the regime above.")
-    weight: float = flag(0.0, "kd_weight of all losses; 0: choose it.", low=0)
+    weight: float = flag(0.0, "kd_weight of all losses; 0: choose it, or that of the scale.", low=0)
     ce_weight: float = flag(1.0, "weight of the text; 0: the teacher alone.", low=0)
-    table: str = flag("", "a table of this tool, as JSON, that has the weights.")
-    rate: float = flag(0.0, "highest learning rate; 0: that of the scale.", low=0)
-    equal_seconds: bool = flag(False, "train each loss as long as the first one takes.")
-    processes: int = flag(2, "runs at a time, a core each.", low=1)
+    rates: str = flag("", "highest learning rates, with commas; empty: those of the scale.")
+    records: str = flag(str(LOG), "folder of square_*.jsonl.")
+    minutes: float = flag(0.0, "end then, in the middle of a run if need be; 0: when all is done.",
+                          low=0)
+    processes: int = flag(1, "runs at a time, a core each.", low=1)
     plan: bool = flag(False, "say how long it takes, and end.")
 
 
@@ -221,21 +249,27 @@ def corpus():
     return parts
 
 
-KINDS = {"bytes": demo.byte_level_bpe,
-         "digits": partial(demo.byte_level_bpe, single_digits=True),
-         "unigram": demo.unigram}
+TRAINERS = {"bytes": demo.byte_level_bpe,
+            "digits": partial(demo.byte_level_bpe, single_digits=True),
+            "unigram": demo.unigram}
+
+
+@cache
+def corpus_name():
+    """Return what says that two machines have the same texts, which are those of their Python."""
+    return sha256(json.dumps([corpus()[part] for part in ("train", "report")])).hex()[:8]
 
 
 def folder_of(kind):
     """Return the directory of a tokenizer of the square, or of a real model."""
-    return scale.runs / f"tokenizer-{kind}" if kind in KINDS else Path(kind)
+    return scale.runs / f"tokenizer-{kind}" if kind in TRAINERS else Path(scale.real_teacher)
 
 
 @cache
 def encoder(kind):
     """Return the TextEncoder of a tokenizer."""
-    if kind in KINDS and not folder_of(kind).exists():
-        tokenizer = KINDS[kind](corpus()["train"][:4000], size=scale.sizes[kind])
+    if kind in TRAINERS and not folder_of(kind).exists():
+        tokenizer = TRAINERS[kind](corpus()["train"][:4000], size=scale.sizes[kind])
         tokenizer.save_pretrained(folder_of(kind))
     tokenizer = AutoTokenizer.from_pretrained(folder_of(kind))
     return TextEncoder(tokenizer, TokenTable.from_tokenizer(tokenizer), MAX_LENGTH)
@@ -243,7 +277,7 @@ def encoder(kind):
 
 def name_of(teacher):
     """Return what files of a teacher are called."""
-    is_made_here = teacher in KINDS
+    is_made_here = teacher in TRAINERS
     return f"{teacher}-{scale.teacher_steps}" if is_made_here else sha256(teacher).hex()[:8]
 
 
@@ -257,11 +291,12 @@ def fresh(shape, kind, seed):
 @cache
 def teacher(kind):
     """Return a matched teacher, or a real model."""
-    if kind not in KINDS:
-        return AutoModelForCausalLM.from_pretrained(kind, dtype=torch.float32).eval()
+    if kind not in TRAINERS:
+        folder = folder_of(kind)
+        return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).to(device()).eval()
     model = fresh(scale.teacher, kind, 0)
     model.load_state_dict(torch.load(scale.runs / f"teacher-{name_of(kind)}.pt"))
-    return model.eval()
+    return model.to(device()).eval()
 
 
 @cache
@@ -269,13 +304,13 @@ def hidden(kind, num_rows):
     """Return (hidden states of a teacher, for each row to train on; its seconds a row)."""
     path = scale.runs / f"hidden-{name_of(kind)}-{num_rows}.pt"
     if not path.exists():
-        start = time.process_time()
+        start = now()
         rows = []
         with torch.no_grad():
             for ids in encoder(kind).encode(corpus()["train"][:num_rows]):
-                ids = torch.from_numpy(ids)[None, :MAX_LENGTH]
-                rows.append(teacher(kind).base_model(input_ids=ids)[0][0].half())
-        seconds = (time.process_time() - start) / num_rows
+                ids = torch.from_numpy(ids)[None, :MAX_LENGTH].to(device())
+                rows.append(teacher(kind).base_model(input_ids=ids)[0][0].half().cpu())
+        seconds = (now() - start) / num_rows
         write(path, lambda part: torch.save((rows, seconds), part))
     return torch.load(path)
 
@@ -283,16 +318,26 @@ def hidden(kind, num_rows):
 @cache
 def held_out(kind, part):
     """Return the batches of held-out rows."""
-    collator = Collator(encoder(kind), [])
-    texts = corpus()[part]
-    return [collator(texts[i : i + 16]).student for i in range(0, len(texts), 16)]
+    most = dict(DOMAINS.values())
+    return batches_of(encoder(kind), corpus()[part][: most.get(part, CHOOSING)])
+
+
+def batches_of(of_student, texts):
+    collator = Collator(of_student, [])
+    return [to_device(collator(texts[i : i + 16]).student, device())
+            for i in range(0, len(texts), 16)]
+
+
+def bits_per_byte(model, kind, part):
+    """Return the bits per byte of held-out rows."""
+    return bits_of(model, held_out(kind, part))
 
 
 @torch.no_grad()
-def bits_per_byte(model, kind, part):
-    """Return the bits per byte of held-out rows."""
+def bits_of(model, batches):
+    """Return the bits per byte of batches."""
     nats = num_bytes = 0.0
-    for batch in held_out(kind, part):
+    for batch in batches:
         counts = (batch.num_bytes >= 0) & (batch.labels != -100)
         values = F.cross_entropy(model(input_ids=batch.ids).logits.flatten(0, 1),
                                  batch.labels.flatten(), ignore_index=-100, reduction="none")
@@ -301,32 +346,38 @@ def bits_per_byte(model, kind, part):
     return nats / num_bytes / math.log(2)
 
 
-def train_teacher(kind):
+def train_teacher(kind, until=math.inf):
     """Train a teacher, and keep the means of its weights over the last steps every so often."""
     folder = scale.runs / f"training-{name_of(kind)}"
     if (folder / "bits.json").exists():
         return
-    mean = fresh(scale.teacher, kind, 0).eval()
-    bits = []
+    mean = fresh(scale.teacher, kind, 0).to(device()).eval()
+    progress = {"mean": mean.state_dict(), "bits": []}
 
     def keep(model, step):
         with torch.no_grad():
             torch._foreach_lerp_(list(mean.parameters()), list(model.parameters()),
                                  1 - min(DECAY, step / (step + 10)))
         if (step + 1) % scale.kept_every == 0:
+            bits = progress["bits"]
             write(folder / f"{len(bits)}.pt", partial(torch.save, mean.state_dict()))
             bits.append(bits_per_byte(mean, kind, "choose"))
             print(kind, step + 1, round(bits[-1], 4), file=sys.stderr, flush=True)
 
-    learn(fresh(scale.teacher, kind, 0), kind, corpus()["train"], scale.teacher_steps,
-          size=scale.teacher_batch, rate=scale.teacher_rate, after=keep)
-    write(folder / "bits.json", lambda part: part.write_text(json.dumps(bits)))
+    saved = folder / "going.pt"
+    if saved.exists():
+        mean.load_state_dict(torch.load(saved)["progress"]["mean"])
+    learn(fresh(scale.teacher, kind, 0).to(device()), kind, corpus()["train"], scale.teacher_steps,
+          size=scale.teacher_batch, rate=scale.teacher_rate, after=keep, saved=saved,
+          progress=progress, until=until)
+    write(folder / "bits.json", lambda part: part.write_text(json.dumps(progress["bits"])))
+    saved.unlink(missing_ok=True)
 
 
-def match_teachers():
+def match_teachers(kinds):
     """Write, of each teacher, the weights with the bits per byte of the worst one."""
     bits = {kind: json.loads((scale.runs / f"training-{name_of(kind)}" / "bits.json").read_text())
-            for kind in KINDS}
+            for kind in kinds}
     goal = max(min(values) for values in bits.values())
     for kind, values in bits.items():
         path = scale.runs / f"teacher-{name_of(kind)}.pt"
@@ -335,7 +386,7 @@ def match_teachers():
         number = max(next(i for i, value in enumerate(values) if value <= goal), 1)
         ends = [torch.load(scale.runs / f"training-{name_of(kind)}" / f"{i}.pt")
                 for i in (number - 1, number)]
-        model = fresh(scale.teacher, kind, 0).eval()
+        model = fresh(scale.teacher, kind, 0).to(device()).eval()
         low, high, place = 0.0, 1.0, 1.0
         for _ in range(12):  # the bits per byte fall from one end to the other
             model.load_state_dict({name: torch.lerp(ends[0][name], ends[1][name], place)
@@ -355,89 +406,155 @@ def match_teachers():
 # --- runs -----------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Run:
-    """Name a run; what has the same name has the same result."""
-
-    regime: str
-    student: str
-    teacher: str
-    loss: str
-    weight: float
-    ce_weight: float
-    rate: float
-    seed: int
-    steps: int
-
-    @property
-    def path(self):
-        values = asdict(self) | {"teacher": Path(self.teacher).name}
-        return scale.runs / "results" / ("_".join(map(str, values.values())) + ".json")
-
-    def result(self):
-        return json.loads(self.path.read_text())
+def now():
+    """Return the seconds that count: of this process's core, or of a clock where a GPU computes."""
+    if device() == "cuda":
+        torch.cuda.synchronize()
+        return time.perf_counter()
+    return time.process_time()
 
 
-def do(run):
-    """Train the student of a run and write {"choose", "report": bits per byte, "seconds"}."""
-    if run.path.exists():
-        return
+def do(job, until=math.inf):
+    """Do a Run or a Cost, and return its record.
+
+    Args:
+        until: of time.monotonic(), when a long run is left to the next command.
+    Raises:
+        OutOfTime: it is later.
+    """
+    if time.monotonic() > until:
+        raise OutOfTime
+    facts = {"corpus": corpus_name(), "torch": torch.__version__,
+             "date": time.strftime("%Y-%m-%d", time.gmtime())}
+    return (timed(job) if isinstance(job, Cost) else trained(job, until)) | facts
+
+
+def student_of(regime, kind, seed):
+    """Return a student before it learns."""
+    student = fresh(scale.student, kind, seed)
+    if not scale.regimes[regime].is_fresh:
+        student.load_state_dict(first_weights(kind, seed))
+    return student.to(device())
+
+
+@cache
+def bits_before(regime, kind, seed):
+    """Return the bits per byte of a student before it learns, by domain."""
+    return bits_by_domain(student_of(regime, kind, seed).eval(), kind)
+
+
+def bits_by_domain(model, kind):
+    return {domain: round(bits_per_byte(model, kind, part), 5)
+            for domain, (part, _) in DOMAINS.items()}
+
+
+def trained(run, until):
+    """Train the student of a run and return its record, with the best student's figures."""
     regime = scale.regimes[run.regime]
     texts = corpus()["train"][: regime.rows]
-    student = fresh(scale.student, run.student, run.seed)
-    if not regime.is_fresh:
-        student.load_state_dict(first_weights(run.student, run.seed))
+    before = bits_before(run.regime, run.student, run.seed)
+    student = student_of(run.regime, run.student, run.seed)
     kd = None if run.loss == TEXT else TeacherLoss(run, regime.rows)
-    best = {"choose": math.inf}
-    seconds = 0.0 if kd is None else kd.seconds * min(regime.rows, run.steps * scale.batch)
     every = math.ceil(run.steps / regime.checks)
-    clock = [time.process_time()]
+    progress = {"seconds": 0.0, "curve": []}  # a look each
+    clock = [now()]
 
-    def check(model, step):
-        nonlocal best, seconds
+    def look(model, step):
         if (step + 1) % every and step + 1 != run.steps:
-            return
-        seconds += time.process_time() - clock.pop()
+            return False
+        progress["seconds"] += now() - clock.pop()
         model.eval()
-        bits = {part: bits_per_byte(model, run.student, part) for part in ("choose", "report")}
+        progress["curve"].append({
+            "step": step + 1, "seconds": round(progress["seconds"], 1),
+            "choose": round(bits_per_byte(model, run.student, "choose"), 5),
+            "after": bits_by_domain(model, run.student)})
         model.train()
-        if bits["choose"] < best["choose"]:
-            best = bits | {"steps": step + 1}
-        clock.append(time.process_time())
+        clock.append(now())
+        best = min(progress["curve"], key=lambda one: one["choose"])
+        return step + 1 - best["step"] >= PATIENCE * every
 
+    key = sha256(json.dumps(asdict(run))).hex()[:16]
+    saved = scale.runs / "going" / f"{key}.pt" if regime.checks > 1 else None
     learn(student, run.student, texts, run.steps, kd=kd, seed=run.seed, rate=run.rate,
-          weights=(run.ce_weight, run.weight), after=check)
-    result = json.dumps(best | {"seconds": seconds})
-    write(run.path, lambda part: part.write_text(result))
+          weights=(run.ce_weight, run.weight), after=look, saved=saved, progress=progress,
+          until=until)
+    best = min(progress["curve"], key=lambda one: one["choose"])
+    record = asdict(run) | {
+        "form": FORMS.get(run.loss, "published"), "rows": regime.rows,
+        "passages": best["step"] * scale.batch, "before": before, **best,
+        "teacher_row": round(kd.seconds, 6) if kd else 0.0}
+    if regime.checks > 1:
+        record["curve"] = progress["curve"]
+        saved.unlink(missing_ok=True)
+    return record
+
+
+def timed(cost):
+    """Return the record of what a step of some losses costs, measured in turns."""
+    regime = next(iter(scale.regimes))
+    losses = {}
+    steps = {loss: [] for loss in cost.losses}
+    rows = scale.regimes[regime].rows
+    texts = corpus()["train"][:rows]
+    for _ in range(TIMED // 3):
+        for loss in cost.losses:
+            run = Run(regime, cost.student, cost.teacher, loss, 1.0, scale.rates[0], 0, 4)
+            if loss != TEXT and loss not in losses:
+                losses[loss] = TeacherLoss(run, rows)
+            marks = []
+            learn(fresh(scale.student, cost.student, 0).to(device()), cost.student, texts, 4,
+                  kd=losses.get(loss), rate=run.rate, weights=(1.0, 1.0),
+                  after=lambda model, step, marks=marks: marks.append(now()))
+            steps[loss] += [later - earlier for earlier, later in pairwise(marks)]
+    of_row = next(iter(losses.values())).seconds
+    medians = {loss: round(statistics.median(each), 5) for loss, each in steps.items()}
+    return {"scale": cost.scale, "student": cost.student, "teacher": cost.teacher,
+            "costs": medians, "teacher_row": round(of_row, 6), "batch": scale.batch}
+
+
+def first_path(kind, seed):
+    return scale.runs / f"first-{kind}-{seed}.pt"
 
 
 def first_weights(kind, seed):
     """Return the weights of a student that has read the documentation."""
-    path = scale.runs / f"first-{kind}-{seed}.pt"
+    path = first_path(kind, seed)
     if not path.exists():
-        student = learn(fresh(scale.student, kind, seed), kind, corpus()["documentation"],
-                        FIRST_STEPS, seed=seed)
-        write(path, partial(torch.save, student.state_dict()))
+        student = learn(fresh(scale.student, kind, seed).to(device()), kind,
+                        corpus()["documentation"], FIRST_STEPS, seed=seed)
+        write(path, partial(torch.save, student.cpu().state_dict()))
     return torch.load(path)
 
 
 def learn(model, kind, texts, steps, *, kd=None, seed=0, rate=0.0, weights=(1.0, 0.0), size=0,
-          after=lambda model, step: None):
+          after=lambda model, step: False, saved=None, progress=None, until=math.inf):
     """Train a model and return it.
 
     Args:
         kd: TeacherLoss, or None.
         rate, size: highest learning rate, passages a step; 0: those of the scale's students.
         weights: of the text and of the teacher.
-        after: called with the model and the number of each step.
+        after: called with the model and the number of each step; true ends the training.
+        saved: file of a training that was left; None: it is done in one go.
+        progress: dict of what `after` keeps, which is saved with it.
+        until: of time.monotonic().
+    Raises:
+        OutOfTime: it is later, and all is in `saved`.
     """
     collator = Collator(encoder(kind), [kd.options] if kd else [])
     # the usual values for small models
     optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.95), weight_decay=0.1)
-    for step, numbers in enumerate(batches(len(texts), size or scale.batch, seed, steps)):
+    start = restore(saved, model, optimizer, progress) if saved and saved.exists() else 0
+    rows = islice(enumerate(batches(len(texts), size or scale.batch, seed, steps)), start, None)
+    for step, numbers in rows:
+        if saved and time.monotonic() > until:
+            state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(),
+                     "progress": progress, "step": step}
+            write(saved, partial(torch.save, state))
+            raise OutOfTime
         for group in optimizer.param_groups:
-            group["lr"] = learning_rate(step, steps, rate or scale.rate)
-        batch = collator([texts[number] for number in numbers])
+            group["lr"] = learning_rate(step, steps, rate or scale.rates[0])
+        batch = to_device(collator([texts[number] for number in numbers]), device())
         logits = model(input_ids=batch.student.ids).logits.flatten(0, 1)
         loss = weights[0] * F.cross_entropy(logits, batch.student.labels.flatten(),
                                             ignore_index=-100)
@@ -447,8 +564,18 @@ def learn(model, kind, texts, steps, *, kd=None, seed=0, rate=0.0, weights=(1.0,
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
-        after(model, step)
+        if after(model, step):
+            break
     return model.eval()
+
+
+def restore(saved, model, optimizer, progress):
+    """Load what a training was left with; return the step to go on with."""
+    state = torch.load(saved)
+    model.load_state_dict(state["model"])
+    optimizer.load_state_dict(state["optimizer"])
+    progress.update(state["progress"])
+    return state["step"]
 
 
 class TeacherLoss:
@@ -464,7 +591,7 @@ class TeacherLoss:
         cfg = Config(student=student, teacher=teacher_name, data="-", loss=run.loss,
                      ce_weight=run.ce_weight)
         encoders = [encoder(kind) for kind in kinds]
-        self.loss = build_loss(cfg, *encoders, "cpu")
+        self.loss = build_loss(cfg, *encoders, device())
         self.options = PairOptions(encoders[1], self.loss.spelling)
         self.rows, self.seconds = hidden(run.teacher, num_rows)
         weight = teacher(run.teacher).get_output_embeddings().weight.detach()
@@ -473,7 +600,7 @@ class TeacherLoss:
     @torch.no_grad()
     def states(self, ids, numbers):
         """Return what the teacher's head reads of rows."""
-        rows = [self.rows[number][: ids.shape[1]].float() for number in numbers]
+        rows = [self.rows[number][: ids.shape[1]].to(device()).float() for number in numbers]
         return torch.stack([F.pad(row, (0, 0, 0, ids.shape[1] - len(row))) for row in rows])
 
     def __call__(self, logits, batch, numbers):
@@ -513,183 +640,119 @@ def learning_rate(step, steps, highest):
 # --- what is run ----------------------------------------------------------------------------------
 
 
-class Gains(NamedTuple):
-    """Hold what a loss gains over the text alone, for every seed; seconds: median of a run."""
-
-    bits: list
-    weight: float
-    seconds: float
-    steps: int
-
-
-class Study:
-    """Decide, from the results so far, which runs are needed."""
-
-    def __init__(self, args):
-        self.args = args
-        self.losses = args.losses.split(",")
-        self.steps = scale.regimes[args.regime].steps
-        self.known = {}  # (loss, student, teacher): a row of an earlier table
-        if args.table:
-            for row in json.loads(Path(args.table).read_text())["table"]:
-                self.known[row["loss"], row["student"], row["teacher"]] = row
-        self.missing = []
-        self.pairs = [(student, other) for student in KINDS for other in KINDS]
-        if args.regime == "above":
-            self.pairs = [(student, args.teacher) for student in KINDS]
-        if args.pairs:
-            self.pairs = [tuple(pair.split("-", 1)) for pair in args.pairs.split(",")]
-
-    def results(self, pair, loss, weight, seeds, steps=0):
-        """Return the results of the runs of some seeds; None, and noted, where one is missing."""
-        is_text = loss == TEXT
-        runs = [Run(self.args.regime, pair[0], "" if is_text else pair[1], loss,
-                    0.0 if is_text else weight, 1.0 if is_text else self.args.ce_weight,
-                    self.args.rate or scale.rate, seed, steps or self.steps)
-                for seed in seeds]
-        missing = [run for run in runs if not run.path.exists()]
-        self.missing += [run for run in missing if run not in self.missing]
-        return None if missing else [run.result() for run in runs]
-
-    def weight_of(self, pair, loss):
-        """Return the best weight on the choosing rows; None: more runs are needed to tell."""
-        if self.args.weight or (loss, *pair) in self.known:
-            return self.args.weight or self.known[loss, *pair]["weight"]
-        weights = list(WEIGHTS)
-        while True:
-            found = {weight: self.results(pair, loss, weight, SEEDS_TO_CHOOSE)
-                     for weight in weights}
-            if None in found.values():
-                return None
-            bits = {weight: statistics.mean(result["choose"] for result in results)
-                    for weight, results in found.items()}
-            best = min(bits, key=bits.get)
-            if best == min(weights) > LIGHTEST:
-                weights.append(best / 2)
-            elif best == max(weights) < HEAVIEST:
-                weights.append(best * 2)
-            else:
-                return best
-
-    def gains(self, pair, loss):
-        """Return the Gains of a loss; None: more runs are needed to tell."""
-        loss = EQUAL if pair[0] == pair[1] else loss
-        weight = self.weight_of(pair, loss)
-        seeds = range(self.args.seeds)
-        texts = self.results(pair, TEXT, 0.0, seeds)
-        if weight is None:
-            return None
-        steps = self.steps
-        if self.args.equal_seconds and loss not in (EQUAL, self.losses[0]):
-            both = [self.seconds(pair, name) for name in (self.losses[0], loss)]
-            if None in both:
-                return None
-            steps = max(round(steps * both[0] / both[1]), 1)
-        found = self.results(pair, loss, weight, seeds, steps)
-        if found is None or texts is None:
-            return None
-        bits = [text["report"] - result["report"] for text, result in zip(texts, found)]
-        seconds = statistics.median(result["seconds"] for result in found)
-        return Gains(bits, weight, seconds, steps)
-
-    def seconds(self, pair, loss):
-        """Return what as many steps as of the first loss take; None: more runs are needed."""
-        if (loss, *pair) in self.known:
-            return self.known[loss, *pair]["seconds"]
-        weight = self.weight_of(pair, loss)
-        found = weight and self.results(pair, loss, weight, range(self.args.seeds))
-        return found and statistics.median(result["seconds"] for result in found)
-
-    def table(self):
-        """Return {(loss, pair): Gains}; None while runs are missing."""
-        self.missing = []
-        found = {(loss, pair): self.gains(pair, loss) for loss in self.losses
-                 for pair in self.pairs}
-        return None if self.missing else found
-
-    def save(self, found):
-        """Write the table and return its path."""
-        name = f"{self.args.regime}{'_equal_seconds' * self.args.equal_seconds}.json"
-        rows = [dict(loss=loss, student=pair[0], teacher=Path(pair[1]).name) | gains._asdict()
-                for (loss, pair), gains in found.items()]
-        record = json.dumps(asdict(self.args) | {"torch": torch.__version__, "table": rows})
-        write(scale.runs / name, lambda part: part.write_text(record.replace("}, ", "},\n")))
-        return scale.runs / name
+def asked(args, records):
+    """Return the Study of every regime and rate, in the order in which they are run."""
+    sizes = SCALES[args.scale]
+    regimes = args.regimes.split(",") if args.regimes else [
+        name for name in sizes.regimes if name != "above"]
+    if unknown := set(regimes) - set(sizes.regimes):
+        raise ValueError(f"--regimes {', '.join(sorted(unknown))}: --scale {args.scale} has "
+                         f"{', '.join(sizes.regimes)}")
+    if (regimes == ["above"]) != bool(args.teacher):
+        raise ValueError("--teacher DIR and --regimes above go together")
+    pairs = [tuple(pair.split("-")) for pair in args.pairs.split(",")] if args.pairs \
+        else list(sizes.pairs)
+    if args.teacher:
+        pairs = [(student, Path(args.teacher).name) for student in KINDS]
+    rates = list(map(float, args.rates.split(","))) if args.rates else sizes.rates
+    studies = []
+    for rate in rates:
+        for regime in regimes:
+            study = Study(records, regime, rate, (args.losses or sizes.losses).split(","), pairs,
+                          seeds=args.seeds or sizes.seeds, batch=sizes.batch,
+                          weight=args.weight or sizes.weight, ce_weight=args.ce_weight)
+            if regime == "long":  # its runs take as long as twenty others
+                losses = [loss for loss in study.losses if loss in (TEXT, FIRST, *RIVALS["SimCT"])]
+                study = replace(study, pairs=pairs[:1], seeds=args.seeds or FEW, losses=losses)
+            if regime != "long" or rate == rates[0]:
+                studies.append(study)
+    return studies
 
 
-def interval(values):
-    """Return "mean ± half of the interval of 95 %" of values."""
-    mean = statistics.mean(values)
-    if len(values) < 2:
-        return f"{mean:.4f}"
-    quantile = STUDENTS_T[min(len(values), len(STUDENTS_T) + 1) - 2]
-    return f"{mean:.4f} ± {quantile * statistics.stdev(values) / len(values) ** 0.5:.4f}"
+def hours(study):
+    """Return (how many runs are missing, about how many hours they take on a core)."""
+    per_step = {}
+    for name, record in study.records.of.items():
+        if isinstance(name, Run) and name.regime == study.regime:
+            per_step.setdefault(name.loss == TEXT, []).append(record["seconds"] / record["step"])
+    total = 0.0
+    jobs = study.missing(planning=True)
+    for job in jobs:
+        if isinstance(job, Run):
+            known = per_step.get(job.loss == TEXT)
+            total += job.steps * (statistics.mean(known) if known else scale.step_seconds)
+    if not scale.regimes[study.regime].is_fresh:
+        students = {(job.student, job.seed) for job in jobs if isinstance(job, Run)}
+        first = [student for student in students if not first_path(*student).exists()]
+        total += len(first) * FIRST_STEPS * scale.step_seconds / 2
+    return len(jobs), total / 3600
 
 
-def show(found, losses, pairs):
-    """Print the gains of every pair, the differences to the first loss, and the shares."""
-    first = losses[0]
-    for pair in pairs:
-        is_equal = pair[0] == pair[1]
-        rows = [["loss", "weight", "gain over text", f"{first} ahead by", "steps", "seconds"]]
-        for loss in losses[:1] if is_equal else losses:
-            gains = found[loss, pair]
-            ahead = [a - b for a, b in zip(found[first, pair].bits, gains.bits)]
-            rows.append([EQUAL if is_equal else loss, f"{gains.weight:g}", interval(gains.bits),
-                         "" if loss == first else interval(ahead), str(gains.steps),
-                         f"{gains.seconds:.0f}"])
-        print(f"\nstudent {pair[0]}, teacher {Path(pair[1]).name}\n"
-              f"{markdown_table(rows)}")
-    if {(a, b) for a in KINDS for b in KINDS} <= set(pairs):
-        rows = [["loss", "share of an equal tokenizer's gain", f"{first} ahead by"]]
-        of_first = shares(found, first)
-        for loss in losses:
-            ahead = [a - b for a, b in zip(of_first, shares(found, loss))]
-            rows.append([loss, interval(shares(found, loss)),
-                         "" if loss == first else interval(ahead)])
-        print(f"\n{markdown_table(rows)}", flush=True)
+def plan(studies):
+    """Print what is missing and how long it takes."""
+    total = 0.0
+    for study in studies:
+        use(study.scale, study.regime)
+        number, of_study = hours(study)
+        total += of_study
+        print(f"{study.regime}, rate {study.rate:g}: {number} runs, {of_study:.1f} hours of a core")
+    teachers = [kind for kind in kinds_of(studies)
+                if not (scale.runs / f"teacher-{name_of(kind)}.pt").exists()]
+    total += len(teachers) * scale.teacher_steps * scale.step_seconds * TEACHERS_STEP / 3600
+    print(f"{total:.1f} hours of a core in all, {len(teachers)} teachers to train among them; more "
+          "where a weight is not bracketed by three")
 
 
-def shares(found, loss):
-    """Return the share of every seed; teachers' and students' own terms cancel in a square."""
-    of_seed = []
-    for seed in range(len(found[loss, ("bytes", "bytes")].bits)):
-        bits = {(a, b): found[loss, (a, b)].bits[seed] for a in KINDS for b in KINDS}
-        equal = statistics.mean(bits[kind, kind] for kind in KINDS)
-        other = statistics.mean(bits[a, b] for a in KINDS for b in KINDS if a != b)
-        of_seed.append(other / equal)
-    return of_seed
+def kinds_of(studies):
+    """Return the tokenizers whose teachers have to be equally good."""
+    if scale.real_teacher:
+        return ()
+    if studies[0].regime in LARGE:
+        return sorted({teacher for one in studies for _, teacher in one.pairs})
+    return KINDS  # all of the square, whichever pairs are asked about now
+
+
+def prepare_teachers(studies, for_each, until):
+    """Make tokenizers and teachers that are not there."""
+    kinds = kinds_of(studies)
+    for kind in kinds:
+        encoder(kind)
+    list(for_each(partial(train_teacher, until=until), kinds))
+    if kinds:
+        match_teachers(kinds)
 
 
 def main(args):
-    if (args.regime == "above") != bool(args.teacher):
-        raise ValueError("--teacher DIR and --regime above go together")
-    use(args.regime)
-    study = Study(args)
+    records = Records(args.records, corpus_name())
+    studies = asked(args, records)
+    if args.plan:
+        plan(studies)
+        return
+    until = time.monotonic() + 60 * args.minutes if args.minutes else math.inf
+    try:
+        for study in studies:
+            work(study, args, until)
+    except OutOfTime:
+        print("the minutes are over; the same command goes on", file=sys.stderr)
+
+
+def work(study, args, until):
+    """Do all runs of a study that are missing.
+
+    Raises:
+        OutOfTime: it is later than `until`.
+    """
+    settings = args.scale, study.regime, args.teacher
+    use(*settings)
     is_alone = args.processes == 1
     with nullcontext() if is_alone else ProcessPoolExecutor(
-            args.processes, multiprocessing.get_context("spawn"), use, (args.regime,)) as pool:
+            args.processes, multiprocessing.get_context("spawn"), use, settings) as pool:
         for_each = map if is_alone else pool.map
-        if not args.plan:
-            for kind in KINDS:
-                encoder(kind)
-            if args.regime != "above":
-                list(for_each(train_teacher, KINDS))
-                match_teachers()
-        while (found := study.table()) is None:
-            known = [json.loads(path.read_text())["seconds"]
-                     for path in (scale.runs / "results").glob(f"{args.regime}_*.json")]
-            seconds = statistics.mean(known) if known else 0.3 * study.steps
-            minutes = len(study.missing) * seconds / args.processes / 60
-            print(f"{len(study.missing)} runs, about {minutes:.0f} minutes; more where a weight is "
-                  "to be chosen", file=sys.stderr, flush=True)
-            if args.plan:
-                return
-            if not scale.regimes[args.regime].is_fresh:
-                list(for_each(first_weights, *zip(*{(r.student, r.seed) for r in study.missing})))
-            list(for_each(do, study.missing))
-    show(found, study.losses, study.pairs)
-    print(study.save(found))
+        prepare_teachers([study], for_each, until)
+        while wanted := study.missing():
+            for record in for_each(partial(do, until=until), wanted[: 4 * args.processes - 3]):
+                study.records.add(record)
+                print(json.dumps(record), file=sys.stderr, flush=True)
 
 
 if __name__ == "__main__":

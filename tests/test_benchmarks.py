@@ -8,11 +8,11 @@ import math
 import os
 import re
 import runpy
+import shutil
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from itertools import product
-from pathlib import Path
 
 import pytest
 import torch
@@ -55,8 +55,8 @@ def test_a_loss_is_measured(capsys):
 
 @pytest.fixture
 def square(tmp_path, monkeypatch):
-    """Return the module with little of everything, whose results are in a folder of their own."""
-    from benchmarks import square
+    """Return the module with little of everything, whose models are in a folder of their own."""
+    from benchmarks import square, square_table
     from isogloss.objective.loss_table import LOSSES
 
     losses = dict(LOSSES)
@@ -64,92 +64,93 @@ def square(tmp_path, monkeypatch):
     whole = square.corpus()
     rows = {"choose": 6, "report": 6, "train": 400, "documentation": 40}
     small = {part: whole[part][:num] for part, num in rows.items()}
-    small_scale = square.SCALE._replace(
-        runs=tmp_path / "small", sizes=dict(bytes=400, digits=300), teacher=(16, 16, 1, 1),
-        student=(16, 16, 1, 1), teacher_steps=3, kept_every=1,
-        regimes={"little": square.Regime(16, 2, checks=2),
-                 "new": square.Regime(16, 2, is_fresh=False), "above": square.Regime(16, 2)})
-    for name, value in {
-        "SCALE": small_scale,
-        "corpus": lambda: small, "MATCHED": 9.0, "FIRST_STEPS": 2, "SEEDS_TO_CHOOSE": (100,),
-        "WEIGHTS": (1.0,), "LIGHTEST": 1.0, "HEAVIEST": 1.0,
-        "KINDS": {kind: square.KINDS[kind] for kind in ("bytes", "digits")},
-    }.items():
-        monkeypatch.setattr(square, name, value)
-    square.use("little")
-    for cached in (square.encoder, square.teacher, square.hidden, square.held_out):
+    regimes = {"little": square_table.Regime(16, 2),
+               "new": square_table.Regime(16, 2, is_fresh=False),
+               "long": square_table.Regime(16, 12, checks=12),
+               "above": square_table.Regime(16, 2)}
+    sizes = {"sizes": dict(bytes=400, digits=300, unigram=400), "teacher": (16, 16, 1, 1),
+             "student": (16, 16, 1, 1), "teacher_steps": 3, "kept_every": 1, "seeds": 2}
+    small_scale = square.SCALES["small"]._replace(
+        runs=tmp_path / "small", regimes=regimes, pairs=(("digits", "bytes"),), **sizes)
+    large = {"large_500": square_table.Regime(16, 3, checks=3)}
+    large_scale = square.SCALES["large"]._replace(
+        runs=tmp_path / "large", regimes=large, **sizes)
+    for module, name, value in (
+            (square, "SCALES", {"small": small_scale, "large": large_scale}),
+            (square, "corpus", lambda: small), (square, "MATCHED", 9.0),
+            (square, "FIRST_STEPS", 2), (square, "TIMED", 3),
+            (square_table, "SEEDS_TO_CHOOSE", (100,)), (square_table, "LIGHTEST", 1 / 4),
+            (square_table, "HEAVIEST", 2.0), (square_table, "REGIMES", regimes),
+            (square_table, "LARGE", large)):
+        monkeypatch.setattr(module, name, value)
+    caches = (square.encoder, square.teacher, square.hidden, square.held_out, square.bits_before,
+              square.corpus_name)
+    for cached in caches:
         cached.cache_clear()
+    square.use("small", "little")
     yield square
-    square.use("little")
     LOSSES.clear()  # of the rivals, which other tests would take for the job's own
     LOSSES.update(losses)
-    for cached in (square.encoder, square.teacher, square.hidden, square.held_out):
+    for cached in caches:
         cached.cache_clear()
 
 
-def test_a_square_is_compared_and_goes_on(square, tmp_path, capsys, models):
+def test_a_square_goes_on_from_its_records_on_another_machine(square, tmp_path, capsys, models):
     def run(**flags):
-        square.main(square.Args(**{"losses": "piece_kl,bpm", "seeds": 1, "weight": 1.0,
-                                   "processes": 1} | flags))
-        return capsys.readouterr().out
+        square.main(square.Args(**{"losses": "text,piece_kl,bpm,simct", "regimes": "new",
+                                   "rates": "0.003", "records": str(tmp_path / "log")} | flags))
+        return capsys.readouterr()
 
-    table = run()
-    assert "student digits, teacher bytes" in table and "share of an equal" in table
-    assert table.count("| bpm ") == 2 + 1 and table.count("| forward_kl ") == 2
-    results = tmp_path / "small" / "results"
-    trained = {path: path.stat().st_mtime_ns for path in results.iterdir()}
-    lines = run().splitlines()
-    assert table.splitlines()[-len(lines):] == lines  # but for what is said of new teachers
-    assert trained == {path: path.stat().st_mtime_ns for path in results.iterdir()}
-    assert "| csd " in run(losses="piece_kl,csd", regime="new", pairs="digits-bytes",
-                                 equal_seconds=True, weight=0.0, seeds=2)
-    assert "teacher teacher" in run(regime="above", teacher=str(models[1]), losses="simct",
-                                    pairs=f"digits-{models[1]}")
+    assert "more where a weight" in run(plan=True).out
+    plan = run(plan=True, scale="large", regimes="", losses="", rates="").out
+    assert "hours of a core in all, 1 teachers" in plan  # gpu_day.py runs these, see its rehearsal
+    run()
+    path = tmp_path / "log" / "square_new.jsonl"
+    lines = path.read_text().splitlines()
+    record = next(one for one in map(json.loads, lines) if one["loss"] == "bpm")
+    assert record["form"].startswith("published") and record["teacher_row"] > 0
+    assert record["before"].keys() == record["after"].keys() == {"sources", "documentation"}
+    assert record["before"] != record["after"] and "/" not in record["teacher"]
+    shutil.rmtree(tmp_path / "small")  # another machine has the lines alone
+    cut = [line for line in lines if json.loads(line)["seed"] != 1]
+    path.write_text("\n".join(cut) + "\n")
+    run()
+    again = path.read_text().splitlines()
+    assert again[: len(cut)] == cut
+    with_steps = [(line["loss"], line["weight"], line["seed"]) for line in map(json.loads, lines)]
+    later = [(line["loss"], line["weight"], line["seed"]) for line in map(json.loads, again)]
+    assert sorted(later) == sorted(with_steps)
+    run(regimes="above", teacher=str(models[1]), losses="text,simct", weight=1.0)
+    assert '"teacher": "teacher"' in (tmp_path / "log" / "square_above.jsonl").read_text()
     with pytest.raises(ValueError, match="go together"):
         run(teacher="x")
+    with pytest.raises(ValueError, match="--scale small has"):
+        run(regimes="large_500")
 
 
-def test_a_table_has_the_weights_and_seconds_of_the_next_one(square, tmp_path, capsys):
-    """Half as long as the first loss takes twice as many steps; nothing is chosen or timed."""
-    rows = [{"loss": loss, "student": "digits", "teacher": "bytes", "weight": weight,
-             "seconds": seconds} for loss, weight, seconds in (("piece_kl", 0.5, 8), ("alm", 2, 4))]
-    (tmp_path / "table.json").write_text(json.dumps({"table": rows}))
-    square.main(square.Args(losses="piece_kl,alm", seeds=2, pairs="digits-bytes", processes=1,
-                            equal_seconds=True, table=str(tmp_path / "table.json")))
-    out = capsys.readouterr().out.splitlines()
-    table = json.loads(Path(out[-1]).read_text())
-    assert [(row["loss"], row["weight"], row["steps"]) for row in table["table"]] == [
-        ("piece_kl", 0.5, 2), ("alm", 2, 4)]
-    assert table["seeds"] == 2 and [len(row["bits"]) for row in table["table"]] == [2, 2]
-    assert len(list((tmp_path / "small" / "results").iterdir())) == 2 * (1 + 1 + 1)  # with the text
+def test_a_long_run_goes_on_where_the_minutes_ended(square, tmp_path, monkeypatch):
+    """What is left in the middle ends with the same figures as what was never left."""
+    from benchmarks.square_table import Run
 
-
-def test_what_teachers_and_students_are_good_for_cancels_in_a_share(square):
-    of_teacher, of_student, different = {"bytes": 0.3, "digits": -0.1}, {"bytes": 0, "digits": 1}, \
-        -0.2
-    found = {}
-    for a in of_student:
-        for b in of_teacher:
-            bits = 2.0 + of_student[a] + of_teacher[b] + different * (a != b)
-            found["x", (a, b)] = square.Gains([bits, 2 * bits], 1.0, 1.0, 1)
-    diagonal = 2.0 + 0.5 + 0.1
-    assert square.shares(found, "x") == pytest.approx([1 + different / diagonal] * 2)
-
-
-def test_a_weight_at_an_edge_asks_for_more(square, monkeypatch):
-    """The best of 1 and 4 is the larger, then the larger again, until one is between two others."""
-    monkeypatch.setattr(square, "WEIGHTS", (1.0, 4.0))
-    monkeypatch.setattr(square, "HEAVIEST", 64.0)
-    study = square.Study(square.Args())
-    tried = []
-    while (best := study.weight_of(("digits", "bytes"), "alm")) is None:
-        assert study.missing
-        for run in study.missing:
-            tried.append(run.weight)
-            bits = (run.weight - 9.0) ** 2
-            square.write(run.path, lambda part: part.write_text(json.dumps({"choose": bits})))
-        study.missing = []
-    assert best == 8.0 and tried == [1.0, 4.0, 8.0, 16.0]
+    square.use("small", "long")
+    run = Run("long", "digits", "", "text", 0.0, 3e-2, 0, 12)
+    whole = square.do(run)
+    ends = iter(range(100))
+    monkeypatch.setattr(square.time, "monotonic", lambda: next(ends))
+    tries = 0
+    while True:
+        tries += 1
+        try:
+            parts = square.do(run, until=next(ends) + 4)
+            break
+        except square.OutOfTime:
+            assert tries < 9
+    assert tries > 2
+    for record in (whole, parts):
+        del record["seconds"]
+        for look in record["curve"]:
+            del look["seconds"]
+    assert parts == whole and len(whole["curve"]) > 4
 
 
 # --- a GPU's day ----------------------------------------------------------------------------------

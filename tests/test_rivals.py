@@ -49,8 +49,11 @@ def logits():
             for ids, tokens in zip(CUT, TOKENS)]
 
 
+BPM = partial(rivals.Bpm, beta=0.5, masks_space=True)
+
+
 @pytest.mark.parametrize("loss", [rivals.Simct, partial(rivals.Simct, reverse=True), rivals.Csd,
-                                  rivals.Bpm])
+                                  rivals.Bpm, BPM])
 @pytest.mark.parametrize("side", [0, 1])
 @pytest.mark.parametrize("are_first", [True, False])
 def test_tokens_that_no_text_has_take_no_mass(pair, logits, loss, side, are_first):
@@ -128,9 +131,41 @@ def test_bpm_inside_a_token_knows_what_was_read(pair, logits):
     chunks = find_chunks(*[torch.tensor([chunk]) for chunk in CHUNK[::-1]])
     found = rivals.Bpm(other)(x, y, *ids, chunks).detach()
     p, q = x.detach().softmax(-1), y.softmax(-1)
-    # behind "a" only "ab" and "ac" can have come
-    inside = torch.stack([q[0, 2], q[0, 3]]) / (q[0, 2] + q[0, 3])
-    assert found[1] == pytest.approx(float(kl(inside, p[1, [1, 2]])), rel=1e-4)
+    # behind "a" only "ab" and "ac" can have come, or nothing of this token
+    inside = q[0, [2, 3, 0]] / q[0, [0, 2, 3]].sum()
+    events = torch.stack([p[1, 1], p[1, 2], 1 - p[1, [1, 2]].sum()])
+    assert found[1] == pytest.approx(float(kl(inside, events)), rel=1e-4)
+
+
+@pytest.mark.parametrize("loss", [rivals.Bpm, BPM])
+def test_bpm_sees_two_tokens_with_equal_bytes_as_one(pair, logits, loss):
+    """The teacher has "a" and <0x61>; what it gives to both is what the bytes have."""
+    x, y = [one.detach() for one in logits]
+    both = torch.tensor([[0.7], [-0.4], [1.3]])
+    twin = torch.cat([y, both], 1)
+    merged = y.clone()
+    merged[:, 0] = torch.logaddexp(y[:, 0], both[:, 0])
+    chunks = find_chunks(*[torch.tensor([chunk]) for chunk in CHUNK])
+    ids = [torch.tensor(one) for one in CUT]
+    tokens = TOKENS[0], [*TOKENS[1], TWINS[0]]
+    found = loss(pair_of(*tokens))(x, twin, *ids, chunks)
+    torch.testing.assert_close(found, loss(pair)(x, merged, *ids, chunks))
+
+
+def test_bpm_as_published_is_a_jensen_shannon_divergence_without_white_space(pair, logits):
+    p, q = [one.detach().softmax(-1) for one in logits]
+    second = torch.stack([q[2, 0], q[2, 1] + q[2, 3], torch.tensor(0.0), torch.tensor(0.0),
+                          *q[2, [2, 4, 5]]])
+    has = second > 0
+    ours = torch.cat([p[1][has], p[1][~has].sum()[None]])
+    theirs = torch.cat([second[has], torch.zeros(1)])
+    mean = (ours + theirs) / 2
+    expected = float(kl(theirs, mean) + kl(ours, mean)) / 2
+    assert values(BPM(pair), logits)[1] == pytest.approx(expected, rel=1e-4)
+    chunks = find_chunks(torch.tensor([[0, 1]]), torch.tensor([[0, 1]]))
+    x, y = logits[0].detach(), logits[1].detach()[:2]
+    found = BPM(pair)(x, y, torch.tensor([5, 4]), torch.tensor([4, 2]), chunks)
+    assert len(found) == 1  # of " " and "c" the second alone
 
 
 def test_no_teacher_pushes_down_what_is_unlikely(pair, logits):

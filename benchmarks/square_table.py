@@ -1,0 +1,564 @@
+"""What benchmarks/square.py asks, and its tables, from the runs that docs/log keeps.
+
+    python benchmarks/square_table.py                 # all tables, and the first claim of README.md
+    python benchmarks/square_table.py --merge FOLDER  # add the runs that another machine made
+
+docs/log/square_REGIME.jsonl has a line for every run: pair, loss, form, weight, rate, seed, steps,
+CPU seconds, and bits per byte before and after on each held-out domain.  Nothing is lost between
+a run and a table, and no model is loaded here.
+
+A weight is chosen by two seeds of its own, on passages of its own, from a grid of factor 2 that
+has a worse weight on both sides of the best; without a teacher is one of them, so that "none" is
+an answer.  At equal seconds a loss takes as many steps as fit into those of piece_kl, by costs that
+are measured in turns (square_costs.jsonl).  csd and bpm are Python loops here and would lose by
+that: they get the steps of SimCT, the cheapest loss.  Differences are paired by seed; intervals are
+of 95 %, by Student's t.  A row has at least two seeds; n says how many.
+"""
+
+import json
+import re
+import statistics
+import sys
+from collections import Counter, defaultdict
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+from isogloss.flags.parse import flag
+from isogloss.flags.tool import tool
+
+LOG = ROOT / "docs" / "log"
+TEXT = "text"  # no teacher
+EQUAL = "forward_kl"  # what every loss is where both tokenizers are the same
+FIRST = "piece_kl"
+KINDS = "bytes", "digits", "unigram"
+SEEDS_TO_CHOOSE = 100, 101
+FEW = 3  # seeds of every pair before more of any
+LIGHTEST, HEAVIEST = 1 / 64, 64.0  # weights that are tried at most
+# where the grid begins: near what earlier tables found, so that few runs bracket the best
+FIRST_WEIGHTS = defaultdict(lambda: 1 / 8, piece_kl=1.0, forward_kl=1.0, simct=1 / 4, simct_fkl=1.0,
+                            projection_kl=1 / 4, bpm=1 / 4)
+RATES = 3e-3, 1.5e-3
+# the name of a method, and its forms: that of its paper first
+RIVALS = {"SimCT": ("simct", "simct_fkl"), "BPM": ("bpm", "bpm_fkl"), "CSD": ("csd",),
+          "P-KL": ("projection_kl",), "H-KL": ("h_kl",), "ALM": ("alm",), "ULD": ("uld",)}
+FORMS = {"simct": "published: reverse KL", "simct_fkl": "forward KL",
+         "bpm": "published: JSD 0.5, white space masked", "bpm_fkl": "forward KL, no mask",
+         TEXT: "no teacher", FIRST: "default"}
+LOOPS = "bpm", "bpm_fkl", "csd"  # in Python, see above
+CHEAPEST = "simct"
+DOMAINS = "sources", "documentation"
+# 97.5 % of Student's t with n - 1 degrees of freedom, for n = 2, 3, ...
+STUDENTS_T = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26, 2.23, 2.20, 2.18, 2.16, 2.14)
+
+
+class Regime(NamedTuple):
+    """Say what the students of a comparison learn.
+
+    rows: passages to train on.
+    steps: optimizer steps.
+    checks: how often the chosen passages are looked at, for the best student.
+    is_fresh: they have random weights.
+    teacher_steps: of their teachers' training, if not those of the scale.
+    """
+
+    rows: int
+    steps: int
+    checks: int = 1
+    is_fresh: bool = True
+    teacher_steps: int = 0
+
+
+REGIMES = {"new": Regime(1200, 150, is_fresh=False), "little": Regime(1200, 150),
+           "long": Regime(8000, 3000, checks=12, teacher_steps=1800), "above": Regime(1200, 150)}
+# after how much text does a teacher stop paying?
+LARGE = {"large_500": Regime(500, 300, checks=15), "large_2000": Regime(2000, 800, checks=16),
+         "large_8000": Regime(8000, 2000, checks=20)}
+LARGE_RIVAL = "simct_fkl"  # SimCT's own form teaches fresh students nothing at any weight
+
+
+@dataclass(frozen=True)
+class Run:
+    """Name a run; what has the same name has the same result."""
+
+    regime: str
+    student: str
+    teacher: str
+    loss: str
+    weight: float
+    rate: float
+    seed: int
+    steps: int
+    ce_weight: float = 1.0
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Ask for the CPU seconds of a step of some losses, measured in turns."""
+
+    scale: str
+    student: str
+    teacher: str
+    losses: tuple
+
+
+RUN_FIELDS = [field.name for field in fields(Run)]
+
+
+def name_of(record):
+    """Return what a record is of: a Run or a Cost."""
+    if "costs" in record:
+        return Cost(record["scale"], record["student"], record["teacher"], tuple(record["costs"]))
+    return Run(**{key: record[key] for key in RUN_FIELDS})
+
+
+class Records:
+    """Keep records in the files of a folder, one line each; the first of a run counts.
+
+    Texts are those of a machine's Python, so runs of other ones are left out.
+
+    Args:
+        corpus: the name of the texts; empty: those that most runs have.
+    """
+
+    def __init__(self, folder, corpus=""):
+        self.folder = Path(folder)
+        self.of = {}
+        records = []
+        for path in sorted(self.folder.glob("square_*.jsonl")):
+            records += map(json.loads, path.read_text().splitlines())
+        names = Counter(record["corpus"] for record in records if "corpus" in record)
+        corpus = corpus or max(names, key=names.get, default="")
+        for record in records:
+            if record.get("corpus", corpus) == corpus:
+                self.of.setdefault(name_of(record), record)
+
+    def add(self, record):
+        """Append a record to the file of its table, unless it is there."""
+        name = name_of(record)
+        if name in self.of:
+            return
+        self.of[name] = record
+        table = "costs" if isinstance(name, Cost) else name.regime.partition("_")[0]
+        self.folder.mkdir(parents=True, exist_ok=True)
+        with open(self.folder / f"square_{table}.jsonl", "a") as file:
+            file.write(json.dumps(record) + "\n")
+
+    def costs(self, scale, pair, losses):
+        """Return (seconds of a step by loss, the teacher's for a passage); None if not measured."""
+        for name, record in self.of.items():
+            if not isinstance(name, Cost) or not set(losses) <= set(name.losses):
+                continue
+            if (name.scale, name.student, name.teacher) == (scale, *pair):
+                return record["costs"], record["teacher_row"]
+        return None
+
+
+class Gains(NamedTuple):
+    """Hold what a loss gains over the text alone, in bits per byte.
+
+    bits: {domain: {seed: gain}}.
+    weight: 0 where no weight helps.
+    seconds: medians of a run with a teacher that is asked each time, and that reads a passage once.
+    """
+
+    bits: dict
+    weight: float
+    seconds: tuple
+    steps: int
+
+
+@dataclass
+class Study:
+    """Ask about losses and pairs in a regime at a rate; say which runs are missing.
+
+    Attributes:
+        batch: passages of a step.
+        weight: of all losses; 0: it is chosen.
+        planning: what follows from a choice is listed before it is made.
+    """
+
+    records: Records
+    regime: str
+    rate: float
+    losses: list
+    pairs: list
+    seeds: int = 8
+    batch: int = 8
+    weight: float = 0.0
+    ce_weight: float = 1.0
+    planning: bool = False
+
+    def __post_init__(self):
+        self.steps = (REGIMES | LARGE)[self.regime].steps
+        self.scale = "large" if self.regime in LARGE else "small"
+        self.wanted = []
+
+    def run(self, pair, loss, weight, seed, steps=0):
+        """Return the record of a run; None, and noted, where there is none."""
+        is_text = loss == TEXT
+        name = Run(self.regime, pair[0], "" if is_text else pair[1], loss,
+                   0.0 if is_text else weight, self.rate, seed, steps or self.steps,
+                   1.0 if is_text else self.ce_weight)
+        record = self.records.of.get(name)
+        if record is None and name not in self.wanted:
+            self.wanted.append(name)
+        return record
+
+    def weight_of(self, pair, loss):
+        """Return the best weight on the choosing passages, 0 for none; None: runs are missing."""
+        if self.weight:
+            return self.weight
+        first = FIRST_WEIGHTS[loss]
+        bits = {0.0: self.mean_to_choose(pair, TEXT, 0.0)}
+        weights = [first, first / 2, first * 2]
+        while True:
+            for weight in weights:
+                if weight not in bits:
+                    bits[weight] = self.mean_to_choose(pair, loss, weight)
+            if None in bits.values():
+                return None
+            best = min(weights, key=bits.get)
+            if best == min(weights) > LIGHTEST:
+                weights.append(best / 2)
+            elif best == max(weights) < HEAVIEST:
+                weights.append(best * 2)
+            else:
+                return best if bits[best] < bits[0.0] else 0.0
+
+    def mean_to_choose(self, pair, loss, weight):
+        """Return the mean bits per byte of the choosing seeds; None: a run is missing."""
+        records = [self.run(pair, loss, weight, seed) for seed in SEEDS_TO_CHOOSE]
+        return None if None in records else statistics.mean(one["choose"] for one in records)
+
+    def steps_of(self, pair, loss):
+        """Return the steps that take the seconds of the first loss; None: costs are missing."""
+        losses = {TEXT, FIRST, CHEAPEST} | {one for one in self.losses if one not in LOOPS}
+        known = self.records.costs(self.scale, pair, {TEXT, FIRST, CHEAPEST, loss} - set(LOOPS))
+        if known is None:
+            cost = Cost(self.scale, *pair, tuple(sorted(losses)))
+            if cost not in self.wanted:
+                self.wanted.append(cost)
+            return None
+        costs, of_row = known
+        cost = costs[CHEAPEST if loss in LOOPS else loss]
+        teacher = self.batch * of_row
+        of_loss = cost if loss == TEXT else cost + teacher
+        return max(round(self.steps * (costs[FIRST] + teacher) / of_loss), 1)
+
+    def gains(self, pair, loss, equal_seconds=False):
+        """Return the Gains of a loss by the seeds that are there; None: too few are."""
+        steps = self.steps
+        is_first = loss in (EQUAL, FIRST)
+        weight = 0.0 if loss == TEXT else self.weight_of(pair, loss)
+        if equal_seconds and not is_first:
+            steps = self.steps_of(pair, loss)
+        if self.planning:
+            weight, steps = weight or FIRST_WEIGHTS[loss], steps or self.steps
+        if weight is None or steps is None:
+            return None
+        is_none = loss != TEXT and not weight  # no weight helps: the text it is
+        if is_none and equal_seconds:
+            steps = self.steps_of(pair, TEXT)
+        seeds = range(self.seeds)
+        texts = {seed: self.run(pair, TEXT, 0.0, seed) for seed in seeds}
+        ours = {seed: self.run(pair, TEXT if is_none else loss, weight, seed, steps)
+                for seed in seeds}
+        known = [seed for seed in seeds if texts[seed] and ours[seed]]
+        if len(known) < 2:
+            return None
+        bits = {}
+        for domain in DOMAINS:
+            both = [seed for seed in known
+                    if domain in texts[seed]["after"] and domain in ours[seed]["after"]]
+            bits[domain] = {seed: texts[seed]["after"][domain] - ours[seed]["after"][domain]
+                            for seed in both}
+        medians = [statistics.median(seconds(ours[seed], is_cached) for seed in known)
+                   for is_cached in (False, True)]
+        return Gains(bits, weight, tuple(medians), steps)
+
+    def losses_of(self, pair):
+        return [EQUAL] if pair[0] == pair[1] else self.losses
+
+    def missing(self, planning=False):
+        """Return the runs that are missing, the most informative first.
+
+        A few seeds of every pair come before many of one.
+        """
+        wanted = []
+        most = self.seeds
+        self.planning = planning
+        for seeds in sorted({min(FEW, most), most}):
+            self.seeds = seeds
+            for pair in self.pairs:
+                for equal_seconds in sorted({False, pair[0] != pair[1]}):
+                    for loss in self.losses_of(pair):
+                        self.wanted = []
+                        self.gains(pair, loss, equal_seconds)
+                        wanted += [name for name in self.wanted if name not in wanted]
+        self.seeds, self.planning = most, False
+        return wanted
+
+
+def seconds(record, is_cached=False):
+    """Return the CPU seconds of a run; cached: its teacher reads each passage once."""
+    passages = record.get("passages", 0)
+    if is_cached:
+        passages = min(passages, record["rows"])
+    return record["seconds"] + record.get("teacher_row", 0.0) * passages
+
+
+# --- tables ---------------------------------------------------------------------------------------
+
+
+def half_interval(values):
+    """Return half of the interval of 95 % of at least two values."""
+    quantile = STUDENTS_T[min(len(values), len(STUDENTS_T) + 1) - 2]
+    return quantile * statistics.stdev(values) / len(values) ** 0.5
+
+
+def interval(values):
+    """Return "mean ± half of the interval of 95 %" of values."""
+    return f"{statistics.mean(values):.4f} ± {half_interval(values):.4f}"
+
+
+def markdown(rows):
+    lines = [f"| {' | '.join(row)} |" for row in rows]
+    return "\n".join([lines[0], "| " + " | ".join(["---"] * len(rows[0])) + " |", *lines[1:]])
+
+
+def ahead_of(first, other, domain="sources"):
+    """Return by how much one Gains is ahead of another one, seed by seed."""
+    ours, others = first.bits[domain], other.bits[domain]
+    return [ours[seed] - others[seed] for seed in ours if seed in others]
+
+
+def row_of(study, pair, loss, equal_seconds):
+    """Return the cells of a loss; None where runs are missing."""
+    gains = study.gains(pair, loss, equal_seconds)
+    first = study.gains(pair, FIRST) if pair[0] != pair[1] else None
+    if gains is None or (loss == TEXT and not equal_seconds):
+        return None
+    ahead = "" if loss in (FIRST, EQUAL) or not first else ahead_of(first, gains)
+    if ahead and len(ahead) < 2:
+        return None
+    weight = f"{gains.weight:g}" if gains.weight else "none helps"
+    by_domain = [interval(list(bits.values())) if len(bits) > 1 else ""
+                 for bits in gains.bits.values()]
+    return [f"{loss} ({FORMS[loss]})" if loss in FORMS else loss, "" if loss == TEXT else weight,
+            *by_domain, ahead and interval(ahead), str(gains.steps),
+            "; ".join(f"{one:.0f}" for one in gains.seconds),
+            str(len(gains.bits["sources"]))]
+
+
+def tables_of(study):
+    """Return the tables of a study: (heading, rows) of each pair at equal steps and seconds."""
+    tables = []
+    for pair in study.pairs:
+        for equal_seconds in (False, True) if pair[0] != pair[1] else (False,):
+            rows = [row_of(study, pair, loss, equal_seconds) for loss in study.losses_of(pair)]
+            rows = [row for row in rows if row]
+            if not rows:
+                continue
+            head = ["loss", "weight", *(f"gain, {domain}" for domain in DOMAINS),
+                    f"{FIRST} ahead by", "steps", "CPU seconds: teacher live; cached", "n"]
+            equal = "seconds" if equal_seconds else "steps"
+            tables.append((f"{study.regime}, rate {study.rate:g}, {pair[0]} <- {pair[1]}, equal "
+                           f"{equal}", [head, *rows]))
+    return tables
+
+
+def better_form(study, pair, forms):
+    """Return the better form of a rival on the choosing passages; None: runs are missing."""
+    bits = {}
+    for form in forms:
+        weight = study.weight_of(pair, form)
+        if weight is not None:
+            bits[form] = study.mean_to_choose(pair, form if weight else TEXT, weight)
+    return min(bits, key=bits.get) if len(bits) == len(forms) else None
+
+
+def bars(study, equal_seconds):
+    """Return rows: by how much the first loss is ahead of the better form of each rival."""
+    rows = [["student <- teacher", *RIVALS]]
+    for pair in study.pairs:
+        first = study.gains(pair, FIRST) if pair[0] != pair[1] else None
+        cells = []
+        for forms in RIVALS.values() if first else ():
+            form = better_form(study, pair, forms)
+            other = study.gains(pair, form, equal_seconds) if form else None
+            ahead = ahead_of(first, other) if other else []
+            cells.append(f"{interval(ahead)} ({form})" if len(ahead) > 1 else "")
+        if any(cells):
+            rows.append([f"{pair[0]} <- {pair[1]}", *cells])
+    return rows
+
+
+def studies(records):
+    """Yield a Study of every regime and rate of which the records know something."""
+    known = [name for name in records.of if isinstance(name, Run)]
+    for regime, rate in sorted({(name.regime, -name.rate) for name in known}):
+        if regime in REGIMES and regime != "long":
+            losses = [TEXT, FIRST, *(form for forms in RIVALS.values() for form in forms)]
+            pairs = [(a, b) for a in KINDS for b in KINDS]
+            yield Study(records, regime, -rate, losses, pairs)
+        elif regime in LARGE:
+            yield Study(records, regime, -rate, [TEXT, FIRST, LARGE_RIVAL], [("bytes", "digits")],
+                        weight=1.0)
+
+
+def as_run(records, regime):
+    """Return rows of all runs of a regime whose weights were given, not chosen."""
+    groups = defaultdict(dict)
+    for name, record in records.of.items():
+        if isinstance(name, Run) and name.regime == regime and name.seed < min(SEEDS_TO_CHOOSE):
+            key = name.student, name.teacher, name.loss, name.weight, name.rate, name.steps
+            groups[key][name.seed] = record
+    rows = [["loss", "weight", "steps", "bits per byte", "gain over the text", "CPU seconds", "n"]]
+    for key, by_seed in sorted(groups.items()):
+        student, _, loss, weight, rate, steps = key
+        texts = groups.get((student, "", TEXT, 0.0, rate, (REGIMES | LARGE)[regime].steps), {})
+        both = sorted(set(texts) & set(by_seed))
+        if len(both) < 2:
+            continue
+        after = [by_seed[seed]["after"]["sources"] for seed in both]
+        gains = [texts[seed]["after"]["sources"] - by_seed[seed]["after"]["sources"]
+                 for seed in both]
+        median = statistics.median(seconds(by_seed[seed]) for seed in both)
+        gain = "" if texts is by_seed else interval(gains)
+        rows.append([loss, f"{weight:g}", str(steps), interval(after), gain, f"{median:.0f}",
+                     str(len(both))])
+    return rows
+
+
+def shares(study, loss):
+    """Return the share of an equal tokenizer's gain of every seed; [] while runs are missing.
+
+    Teachers' and students' own terms cancel in a square.
+    """
+    gains = {(a, b): study.gains((a, b), EQUAL if a == b else loss) for a in KINDS for b in KINDS}
+    if None in gains.values():
+        return []
+    of_seed = []
+    for seed in set.intersection(*(set(one.bits["sources"]) for one in gains.values())):
+        bits = {pair: one.bits["sources"][seed] for pair, one in gains.items()}
+        equal = statistics.mean(bits[kind, kind] for kind in KINDS)
+        other = statistics.mean(bits[a, b] for a in KINDS for b in KINDS if a != b)
+        of_seed.append(other / equal)
+    return of_seed
+
+
+# --- docs/results.md ------------------------------------------------------------------------------
+
+PAIRS = {("digits", "bytes"): "finer", ("bytes", "digits"): "coarser",
+         ("bytes", "unigram"): "crossing"}
+# tables of before every run was kept: the first has no seeds, the second the gain of each
+OLDER = {False: "square_new.json", True: "square_new_equal_seconds.json"}
+OLDER_STEPS = 375  # of the text alone, in the seconds of the second
+RENAMED = {"bpm": "bpm_fkl"}  # what older tables call a form
+ROWS = (FIRST, TEXT, "simct", "simct_fkl", "bpm", "bpm_fkl", "csd", "projection_kl", "h_kl", "alm",
+        "uld")
+
+
+def older_cells(equal_seconds):
+    """Return {(loss, pair): "mean ± interval"} of an older table; † where no seeds were kept.
+
+    The first loss took as many steps in both, so that its seeds stand in the second.
+    """
+    cells = {}
+    for is_second in (False, True):
+        for row in json.loads((LOG / OLDER[is_second]).read_text())["table"]:
+            key = RENAMED.get(row["loss"], row["loss"]), (row["student"], row["teacher"])
+            if is_second and (equal_seconds or row["loss"] == FIRST):
+                cells[key] = interval(row["bits"])
+            elif not is_second and not equal_seconds:
+                cells[key] = f"{row['gain']:.4f} ± {row['interval']:.4f}†"
+    return cells
+
+
+def text_gains(records, student):
+    """Return what the text alone gains in the seconds of the older table, seed by seed."""
+    bits = {}
+    for steps in (REGIMES["new"].steps, OLDER_STEPS):
+        for seed in range(8):
+            name = Run("new", student, "", TEXT, 0.0, RATES[0], seed, steps)
+            if name in records.of:
+                bits[steps, seed] = records.of[name]["after"]["sources"]
+    first = REGIMES["new"].steps
+    return [bits[first, seed] - bits[OLDER_STEPS, seed] for seed in range(8)
+            if (first, seed) in bits and (OLDER_STEPS, seed) in bits]
+
+
+def summary(records, equal_seconds):
+    """Return rows of gains in the regime new by loss and pair, from the newest runs that tell."""
+    cells = older_cells(equal_seconds)
+    for pair in PAIRS if equal_seconds else ():
+        if len(gains := text_gains(records, pair[0])) > 1:
+            cells[TEXT, pair] = interval(gains)
+    study = Study(records, "new", RATES[0], list(ROWS), list(PAIRS))
+    for loss in ROWS:
+        for pair in PAIRS:
+            gains = study.gains(pair, loss, equal_seconds)
+            if gains and (loss != TEXT or equal_seconds):
+                cells[loss, pair] = interval(list(gains.bits["sources"].values()))
+    head = ["`--loss`", *(f"{student} <- {teacher}, {kind}"
+                          for (student, teacher), kind in PAIRS.items())]
+    rows = [[f"`{loss}`", *(cells.get((loss, pair), "") for pair in PAIRS)] for loss in ROWS]
+    return [head, *(row for row in rows if any(row[1:]))]
+
+
+@dataclass(kw_only=True)
+class Args:
+    """Print the tables of the square, from the runs that are kept."""
+
+    records: str = flag(str(LOG), "folder of square_*.jsonl.")
+    merge: str = flag("", "folder with such files, or with a gpu_day.jsonl, to add to it.")
+    page: str = flag("", "page whose two tables of losses are written anew: docs/results.md.")
+
+
+def merge(records, folder):
+    """Add what another machine made."""
+    for record in Records(folder).of.values():
+        records.add(record)
+    for path in Path(folder).glob("gpu_day.jsonl"):
+        for line in path.read_text().splitlines():
+            for record in json.loads(line).get("records", []):
+                records.add(record)
+
+
+def with_tables(text, tables):
+    """Return the text of a page with these tables in the place of those of losses."""
+    waiting = iter(tables)
+    return re.sub(r"^\| `--loss` \|.*\n(?:\|.*\n)+", lambda _: f"{next(waiting)}\n", text,
+                  flags=re.M)
+
+
+def main(args):
+    records = Records(args.records)
+    if args.merge:
+        merge(records, args.merge)
+    for study in studies(records):
+        for heading, rows in tables_of(study):
+            print(f"\n{heading}\n\n{markdown(rows)}")
+        for words, equal_seconds in (("steps", False), ("seconds", True)):
+            if len(rows := bars(study, equal_seconds)) > 1:
+                print(f"\n{FIRST} ahead of each rival's better form, {study.regime}, rate "
+                      f"{study.rate:g}, equal {words}\n\n{markdown(rows)}")
+        for loss in study.losses:
+            if len(values := shares(study, loss)) > 1:
+                print(f"{loss}: share of an equal tokenizer's gain {interval(values)}")
+    if len(rows := as_run(records, "long")) > 1:
+        print(f"\nlong, weights as named\n\n{markdown(rows)}")
+    tables = [markdown(summary(records, equal_seconds)) for equal_seconds in (False, True)]
+    print("\nREADME.md's first claim and docs/results.md: after equal steps, after equal seconds\n")
+    print("\n\n".join(tables))
+    if args.page:
+        page = Path(args.page)
+        page.write_text(with_tables(page.read_text(), tables))
+
+
+if __name__ == "__main__":
+    tool(Args, main)

@@ -1,0 +1,160 @@
+"""benchmarks/square_table.py: what is asked next, and tables, from records that are made up."""
+
+import json
+import re
+
+import pytest
+
+from benchmarks import square_table
+from benchmarks.square_table import EQUAL, TEXT, Cost, Records, Run, Study, name_of
+
+PAIR = "digits", "bytes"
+
+
+@pytest.fixture
+def records(tmp_path):
+    return Records(tmp_path)
+
+
+def add(records, job, bits=0.0):
+    """Add a record of a run whose student has some bits per byte."""
+    after = {"sources": bits, "documentation": bits}
+    records.add(vars(job) | {"choose": bits, "after": after, "before": after, "seconds": 8.0,
+                             "step": job.steps, "rows": 1200, "passages": 1200,
+                             "teacher_row": 0.01})
+
+
+def study_of(records, **flags):
+    flags = {"losses": [TEXT, "piece_kl", "simct"], "pairs": [PAIR], "seeds": 2} | flags
+    return Study(records, "little", 3e-3, **flags)
+
+
+@pytest.mark.parametrize("best, tried", [(9.0, [1, 0.5, 2, 4, 8, 16]),
+                                         (0.2, [1, 0.5, 2, 0.25, 0.125])])
+def test_a_weight_has_worse_ones_on_both_sides(records, best, tried):
+    study = study_of(records)
+    order = []
+    while (weight := study.weight_of(PAIR, "piece_kl")) is None:
+        for run in study.wanted:
+            if run.loss != TEXT and run.weight not in order:
+                order.append(run.weight)
+            add(records, run, 500.0 if run.loss == TEXT else (run.weight - best) ** 2)
+        study.wanted = []
+    assert weight == min(order, key=lambda one: (one - best) ** 2) and order == tried
+
+
+def test_where_no_weight_helps_the_gain_is_that_of_the_text(records, monkeypatch):
+    """However light it is; and no run is asked for that would show what is known."""
+    study = study_of(records)
+    while jobs := study.missing():
+        for job in jobs:
+            if isinstance(job, Cost):
+                costs = dict.fromkeys(job.losses, 1.0)
+                records.add({"scale": "small", "student": "digits", "teacher": "bytes",
+                             "costs": costs, "teacher_row": 0.0})
+            else:
+                add(records, job, 2.0 + job.weight + job.seed)
+    gains = study.gains(PAIR, "simct")
+    assert gains.weight == 0 and gains.bits["sources"] == {0: 0.0, 1: 0.0}
+    weights = {name.weight for name in records.of if isinstance(name, Run) and name.loss == "simct"}
+    assert min(weights) == square_table.LIGHTEST
+    assert {name.seed for name in records.of if isinstance(name, Run) and name.weight} == {100, 101}
+    tables = square_table.tables_of(study)
+    assert "none helps" in square_table.markdown(tables[0][1])
+    rivals = {"SimCT": ("simct",), "BPM": ("bpm", "bpm_fkl")}
+    monkeypatch.setattr(square_table, "RIVALS", rivals)
+    [_, cells] = square_table.bars(study, False)  # of bpm nothing is known
+    assert cells[0] == "digits <- bytes" and cells[1].endswith(" (simct)") and cells[2] == ""
+
+
+def test_equal_seconds_follow_from_costs_measured_in_turns(records):
+    """A step of piece_kl takes 0.3 s and 8 passages of 0.05 s of its teacher: 0.7 s."""
+    study = study_of(records, losses=[TEXT, "piece_kl", "simct", "csd"])
+    assert study.steps_of(PAIR, "simct") is None
+    [cost] = study.wanted
+    assert "csd" not in cost.losses  # a loop in Python
+    costs = {TEXT: 0.1, "piece_kl": 0.3, "simct": 0.2}
+    of_large = dict.fromkeys(costs, 7.0)
+    for scale, each in (("large", of_large), ("small", costs)):
+        records.add({"scale": scale, "student": "digits", "teacher": "bytes", "teacher_row": 0.05,
+                     "costs": each})
+    assert study.steps_of(PAIR, TEXT) == round(150 * 0.7 / 0.1)
+    assert study.steps_of(PAIR, "simct") == study.steps_of(PAIR, "csd") == round(150 * 0.7 / 0.6)
+
+
+def test_few_seeds_of_every_pair_come_before_many_of_one(records):
+    pairs = [PAIR, ("bytes", "digits"), ("bytes", "bytes")]
+    jobs = study_of(records, pairs=pairs, seeds=8, weight=1.0).missing()
+    seeds = [job.seed for job in jobs if isinstance(job, Run)]
+    assert sorted(set(seeds)) == list(range(8))
+    first = [job for job in jobs[: seeds.index(3)] if isinstance(job, Run)]
+    assert {(job.student, job.teacher) for job in first} >= set(pairs)
+    assert {job.loss for job in jobs if job.teacher == job.student} == {EQUAL}
+    assert len(set(jobs)) == len(jobs)
+
+
+def test_records_of_two_machines_are_merged_once(records, tmp_path):
+    run = Run("new", "bytes", "digits", "piece_kl", 1.0, 3e-3, 0, 150)
+    add(records, run, 2.0)
+    other = Records(tmp_path / "other")
+    add(other, run, 2.0)
+    add(other, Run("new", "bytes", "", TEXT, 0.0, 3e-3, 0, 150), 2.1)
+    square_table.merge(records, tmp_path / "other")
+    assert len((tmp_path / "square_new.jsonl").read_text().splitlines()) == 2
+    assert set(Records(tmp_path).of) == set(other.of)
+    assert all(name_of(record) == name for name, record in records.of.items())
+
+
+def test_runs_of_other_texts_are_left_out(records, tmp_path):
+    """Two of three runs are of one Python's library, so these make the table."""
+    run = Run("new", "bytes", "", TEXT, 0.0, 3e-3, 0, 150)
+    for seed, corpus in enumerate("aab"):
+        record = vars(run) | {"seed": seed, "corpus": corpus}
+        with open(tmp_path / "square_new.jsonl", "a") as file:
+            file.write(json.dumps(record) + "\n")
+    assert {name.seed for name in Records(tmp_path).of} == {0, 1}
+    assert {name.seed for name in Records(tmp_path, "b").of} == {2}
+
+
+def test_teachers_and_students_of_their_own_cancel_in_a_share(records):
+    """What a teacher gives and a student takes whatever the tokenizers are is in both means."""
+    of_teacher = {"bytes": 0.3, "digits": -0.1, "unigram": 0.0}
+    of_student = {"bytes": 0.0, "digits": 1.0, "unigram": 0.5}
+    pairs = [(a, b) for a in of_student for b in of_teacher]
+    study = study_of(records, losses=[TEXT, "piece_kl"], pairs=pairs, weight=1.0)
+    for job in study.missing():
+        if isinstance(job, Cost):
+            continue
+        gain = 0.0
+        if job.loss != TEXT:
+            different = -0.2 if job.loss != EQUAL else 0.0
+            gain = (2.0 + of_student[job.student] + of_teacher[job.teacher] + different)
+        add(records, job, 9.0 - gain * (1 + job.seed))
+    diagonal = 2.0 + 0.5 + 0.2 / 3
+    assert square_table.shares(study, "piece_kl") == pytest.approx([1 - 0.2 / diagonal] * 2)
+
+
+# --- pages ----------------------------------------------------------------------------------------
+
+
+def tables():
+    kept = Records(square_table.LOG)
+    return [square_table.markdown(square_table.summary(kept, equal)) for equal in (False, True)]
+
+
+def test_results_have_the_tables_that_follow_from_the_kept_runs():
+    """If this fails: python benchmarks/square_table.py --page docs/results.md."""
+    page = (square_table.ROOT / "docs/results.md").read_text()
+    assert square_table.with_tables(page, tables()) == page
+    changed = page.replace("| `piece_kl` | 0.0", "| `piece_kl` | 0.1")
+    assert changed != page and square_table.with_tables(changed, tables()) == page
+
+
+def test_the_first_claim_of_the_readme_follows_from_the_kept_runs():
+    """Each figure of its row is that of a cell, or of the table without seeds, rounded."""
+    [row] = re.findall(r"^\| helps \|.*$", (square_table.ROOT / "README.md").read_text(), re.M)
+    older = (square_table.LOG / square_table.OLDER[False]).read_text()
+    cells = re.findall(r"-?\d\.\d{4}", older + "".join(tables()))
+    rounded = {f"{float(cell) + shift:.3f}" for cell in cells for shift in (-1e-9, 1e-9)}
+    figures = re.findall(r"-?\d\.\d{3,}", row)
+    assert figures and set(figures) <= rounded | set(cells), set(figures) - rounded
