@@ -29,3 +29,10 @@ def check_on_policy(cfg):
     if cfg.rollout_tokens >= cfg.max_length:
         raise ValueError(f"--rollout_tokens {cfg.rollout_tokens}: leaves no room for a prompt "
                          f"within --max_length {cfg.max_length}")
+
+
+def intention(cfg):
+    """Say how much of the samples the student writes, and by what."""
+    by = {"student": "", "vllm": ", by vLLM"}.get(cfg.writer, ", by a process")
+    return (f"the student writes {cfg.on_policy:.0%} of the samples, up to {cfg.rollout_tokens} "
+            f"tokens each{by}")

@@ -98,7 +98,7 @@ def sections_of(folders, args):
     if args.rows:
         sections.append(part("text in colors", colored_text, folder, cfg, args))
     sections.append(part("samples", samples, folder))
-    return name, [*sections, part("setting", setting, record, cfg, step)]
+    return name, [*sections, part("setting", setting, record, cfg, runs[next(iter(runs))], step)]
 
 
 def part(what, make, *arguments):
@@ -196,8 +196,8 @@ def sample_of(line):
     return record if kinds == (int, str, str) else None
 
 
-def setting(record, cfg, step):
-    rows = [["setting", ""], *facts(record, cfg, "?" if step is None else step)]
+def setting(record, cfg, lines, step):
+    rows = [["setting", ""], *facts(record, cfg, step or 0, lines)]
     return (f"<h2>Setting</h2>{table(rows)}<h3>Flags that differ from their defaults</h3>"
             f"<pre>{html.escape(flags_text(cfg).strip())}</pre>")
 
