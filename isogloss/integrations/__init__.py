@@ -281,6 +281,111 @@ def weight_of_routers(config):
     return float(asks and getattr(config, "router_aux_loss_coef", 0.0))
 
 
+class Distilling:
+    """Let a trainer, which stands behind it among the bases of a class, learn from a teacher.
+
+    Attributes:
+        learns_from: (teacher, teacher_tokenizer, flags) of `distilled`.
+    """
+
+    learns_from: tuple = ()
+
+    def __init__(self, *arguments, **options):
+        settings = _settings_of(arguments, options)
+        teacher, teacher_tokenizer, flags = self.learns_from
+        its_flags = dict(flags)
+        if getattr(settings, "max_length", None):
+            its_flags.setdefault("max_length", settings.max_length)
+        options["data_collator"] = lambda rows: rows  # that of a caller knows token ids alone
+        super().__init__(*arguments, **options)
+        if self.processing_class is None:
+            raise ValueError("processing_class: is missing; give the student's tokenizer")
+        tokenizer = getattr(self.processing_class, "tokenizer", self.processing_class)
+        self.distillation = Distillation(tokenizer, teacher, teacher_tokenizer, **its_flags)
+        self.data_collator = self.distillation.collate
+        self.distillation.teach_ends(self.model)
+        self.router_weight = weight_of_routers(getattr(self.model, "config", None))
+        self.held_out = None
+        self.has_compared = False
+        self.loss_is_scaled_for_ga = True  # by the terms of all micro-batches
+        self.terms = None
+        # sums since the last log, which stay on the device, and terms
+        self.seen = torch.zeros(2, dtype=torch.float64, device=self.args.device)
+        self.seen_terms = [0, 0]
+
+    # as a whole: unsloth has another one in the Trainer, which counts labels itself
+    def get_batch_samples(self, epoch_iterator, num_batches, device):
+        batch_samples = list(islice(epoch_iterator, num_batches))
+        self.terms = count_terms(*batch_samples)
+        if self.args.world_size > 1:
+            terms = torch.tensor([self.terms], dtype=torch.float64, device=device)
+            self.terms = self.accelerator.gather(terms).sum(0).tolist()
+        if batch_samples and not min(self.terms):
+            warnings.warn("a step has {:.0f} tokens to learn and {:.0f} terms of the "
+                          "distillation loss".format(*self.terms), stacklevel=2)
+        return batch_samples, torch.tensor(self.terms[0], device=device)
+
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        trains = num_items_in_batch is not None
+        outputs = self.read(model, inputs)
+        loss, sums = self.distillation.loss(
+            outputs.logits, inputs, self.terms if trains else None,
+            self.accelerator.num_processes if trains else 1.0)
+        if trains:
+            self.seen += sums.double()
+            self.seen_terms = [seen + count for seen, count in
+                               zip(self.seen_terms, count_terms(inputs))]
+            if self.router_weight:  # a mean of a micro-batch, as its model has it
+                steps = self.current_gradient_accumulation_steps
+                loss = loss + self.router_weight * outputs.aux_loss / steps
+        return (loss, outputs) if return_outputs else loss
+
+    def read(self, model, batch):
+        arguments = self.distillation.inputs(batch, self.args.device)
+        if self.router_weight:  # padding chooses no expert
+            is_text = batch["batch"].student.is_text.to(self.args.device)
+            arguments |= {"output_router_logits": True, "attention_mask": is_text.long()}
+        return model(**arguments)
+
+    def prediction_step(self, model, inputs, prediction_loss_only, ignore_keys=None):
+        with torch.no_grad():
+            sums = self.distillation.measure(self.read(model, inputs).logits, inputs)
+        self.held_out = sums if self.held_out is None else self.held_out + sums
+        return self.loss_of(self.distillation.measured(sums)), None, None
+
+    def loss_of(self, metrics):
+        cfg = self.distillation.cfg
+        loss = cfg.ce_weight * metrics.get("ce", 0) + cfg.kd_weight * metrics.get("kd", 0)
+        return torch.tensor(loss, device=self.args.device)
+
+    # a row that accelerate repeats to fill up the last batch of all ranks counts twice
+    def evaluation_loop(self, *arguments, metric_key_prefix="eval", **options):
+        self.held_out = None
+        output = super().evaluation_loop(
+            *arguments, metric_key_prefix=metric_key_prefix, **options)
+        sums = self.accelerator.gather(self.held_out[None].to(self.args.device)).sum(0)
+        metrics = self.distillation.measured(sums)
+        metrics["loss"] = float(self.loss_of(metrics))
+        for name, value in metrics.items():
+            output.metrics[f"{metric_key_prefix}_{name}"] = value
+        if not self.has_compared and self.is_world_process_zero():
+            bits = {"eval/student_bits_per_byte": metrics.get("bits_per_byte"),
+                    "eval/teacher_bits_per_byte": metrics.get("teacher_bits_per_byte")}
+            for worse in worse_teachers(bits, self.distillation.teacher_name):
+                warnings.warn(worse, stacklevel=2)
+        self.has_compared = True
+        return output
+
+    def log(self, logs, *arguments, **options):
+        if "loss" in logs:  # on all ranks
+            seen = torch.cat([self.seen, self.seen.new_tensor(self.seen_terms)])
+            ce, kd, num_ce, num_kd = self.accelerator.gather(seen[None]).sum(0).tolist()
+            logs |= {"ce": ce / max(num_ce, 1), "kd": kd / max(num_kd, 1)}
+            self.seen.zero_()
+            self.seen_terms = [0, 0]
+        super().log(logs, *arguments, **options)
+
+
 def distilled(trainer_class, teacher, teacher_tokenizer=None, **flags):
     """Return a subclass of the Trainer of transformers, or of TRL's SFTTrainer, with a teacher.
 
@@ -294,100 +399,5 @@ def distilled(trainer_class, teacher, teacher_tokenizer=None, **flags):
         teacher, teacher_tokenizer, flags: see `Distillation`; max_length is SFTConfig's unless
             given.
     """
-    class Distilled(trainer_class):
-        def __init__(self, *arguments, **options):
-            settings = _settings_of(arguments, options)
-            its_flags = dict(flags)
-            if getattr(settings, "max_length", None):
-                its_flags.setdefault("max_length", settings.max_length)
-            options["data_collator"] = lambda rows: rows  # that of a caller knows token ids alone
-            super().__init__(*arguments, **options)
-            if self.processing_class is None:
-                raise ValueError("processing_class: is missing; give the student's tokenizer")
-            tokenizer = getattr(self.processing_class, "tokenizer", self.processing_class)
-            self.distillation = Distillation(tokenizer, teacher, teacher_tokenizer, **its_flags)
-            self.data_collator = self.distillation.collate
-            self.distillation.teach_ends(self.model)
-            self.router_weight = weight_of_routers(getattr(self.model, "config", None))
-            self.held_out = None
-            self.has_compared = False
-            self.loss_is_scaled_for_ga = True  # by the terms of all micro-batches
-            self.terms = None
-            # sums since the last log, which stay on the device, and terms
-            self.seen = torch.zeros(2, dtype=torch.float64, device=self.args.device)
-            self.seen_terms = [0, 0]
-
-        # as a whole: unsloth has another one in the Trainer, which counts labels itself
-        def get_batch_samples(self, epoch_iterator, num_batches, device):
-            batch_samples = list(islice(epoch_iterator, num_batches))
-            self.terms = count_terms(*batch_samples)
-            if self.args.world_size > 1:
-                terms = torch.tensor([self.terms], dtype=torch.float64, device=device)
-                self.terms = self.accelerator.gather(terms).sum(0).tolist()
-            if batch_samples and not min(self.terms):
-                warnings.warn("a step has {:.0f} tokens to learn and {:.0f} terms of the "
-                              "distillation loss".format(*self.terms), stacklevel=2)
-            return batch_samples, torch.tensor(self.terms[0], device=device)
-
-        def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
-            trains = num_items_in_batch is not None
-            outputs = self.read(model, inputs)
-            loss, sums = self.distillation.loss(
-                outputs.logits, inputs, self.terms if trains else None,
-                self.accelerator.num_processes if trains else 1.0)
-            if trains:
-                self.seen += sums.double()
-                self.seen_terms = [seen + count for seen, count in
-                                   zip(self.seen_terms, count_terms(inputs))]
-                if self.router_weight:  # a mean of a micro-batch, as its model has it
-                    steps = self.current_gradient_accumulation_steps
-                    loss = loss + self.router_weight * outputs.aux_loss / steps
-            return (loss, outputs) if return_outputs else loss
-
-        def read(self, model, batch):
-            arguments = self.distillation.inputs(batch, self.args.device)
-            if self.router_weight:  # padding chooses no expert
-                is_text = batch["batch"].student.is_text.to(self.args.device)
-                arguments |= {"output_router_logits": True, "attention_mask": is_text.long()}
-            return model(**arguments)
-
-        def prediction_step(self, model, inputs, prediction_loss_only, ignore_keys=None):
-            with torch.no_grad():
-                sums = self.distillation.measure(self.read(model, inputs).logits, inputs)
-            self.held_out = sums if self.held_out is None else self.held_out + sums
-            return self.loss_of(self.distillation.measured(sums)), None, None
-
-        def loss_of(self, metrics):
-            cfg = self.distillation.cfg
-            loss = cfg.ce_weight * metrics.get("ce", 0) + cfg.kd_weight * metrics.get("kd", 0)
-            return torch.tensor(loss, device=self.args.device)
-
-        # a row that accelerate repeats to fill up the last batch of all ranks counts twice
-        def evaluation_loop(self, *arguments, metric_key_prefix="eval", **options):
-            self.held_out = None
-            output = super().evaluation_loop(
-                *arguments, metric_key_prefix=metric_key_prefix, **options)
-            sums = self.accelerator.gather(self.held_out[None].to(self.args.device)).sum(0)
-            metrics = self.distillation.measured(sums)
-            metrics["loss"] = float(self.loss_of(metrics))
-            for name, value in metrics.items():
-                output.metrics[f"{metric_key_prefix}_{name}"] = value
-            if not self.has_compared and self.is_world_process_zero():
-                found = {f"eval/{role}_bits_per_byte": metrics.get(f"{prefix}bits_per_byte")
-                         for role, prefix in (("student", ""), ("teacher", "teacher_"))}
-                for worse in worse_teachers(found, self.distillation.teacher_name):
-                    warnings.warn(worse, stacklevel=2)
-            self.has_compared = True
-            return output
-
-        def log(self, logs, *arguments, **options):
-            if "loss" in logs:  # on all ranks
-                seen = torch.cat([self.seen, self.seen.new_tensor(self.seen_terms)])
-                ce, kd, num_ce, num_kd = self.accelerator.gather(seen[None]).sum(0).tolist()
-                logs |= {"ce": ce / max(num_ce, 1), "kd": kd / max(num_kd, 1)}
-                self.seen.zero_()
-                self.seen_terms = [0, 0]
-            super().log(logs, *arguments, **options)
-
-    Distilled.__name__ = f"Distilled{trainer_class.__name__}"
-    return Distilled
+    attributes = {"learns_from": (teacher, teacher_tokenizer, flags)}
+    return type(f"Distilled{trainer_class.__name__}", (Distilling, trainer_class), attributes)
