@@ -70,7 +70,7 @@ def train_student(cfg, roles, device):
         signals = watch.StopSignals()  # before data workers start, which inherit its handlers
         batches, held_out = build.read_batches(state, inputs, start, signals)
         with launch.fail_alone(DataError), launch.fail_alone(CannotSave, code=1):
-            log = train(state, batches, held_out, start, inputs.ds_config, signals)
+            log = train(state, batches, held_out, start, inputs, signals)
     with closing(log):
         once.write_results(state, inputs)
     once.end_unless_taught(state)
@@ -84,12 +84,13 @@ def cli(argv=None):
 # --- train ----------------------------------------------------------------------------------------
 
 
-def train(state, batches, held_out, start, ds_config, signals):
+def train(state, batches, held_out, start, inputs, signals):
     """Train from step `start` to the last one; a signal on any rank ends all, with a checkpoint.
 
     Args:
         batches: iterator over this rank's micro-batches, from `start` on.
         held_out: {source: iterable over its held-out batches}.
+        inputs: RunInputs.
         signals: StopSignals.
     Returns:
         Log, which is to be closed.
@@ -97,8 +98,9 @@ def train(state, batches, held_out, start, ds_config, signals):
     cfg = state.cfg
     watch.current_watch().training = True
     rendezvous.set_timeout(rendezvous.TRAINING_TIMEOUT)
-    log = Log(cfg, start, ds_config, state.student.description, state.engine.monitor)
-    times_collectives = once.times_collectives(ds_config)
+    log = Log(cfg, start, inputs.ds_config, state.student.description, state.engine.monitor,
+              inputs.data.record())
+    times_collectives = once.times_collectives(inputs.ds_config)
     once.end_if_stopped(state, signals.agree(log.failure), log)
     state.steps_taken = start
     try:

@@ -38,8 +38,8 @@ from benchmarks.loss import Sizes
 from isogloss import demo, distill
 from isogloss.command import TransferArgs
 from isogloss.config import Config
-from isogloss.log import PEAK_FLOPS
 from isogloss.plan import ARCHITECTURES, plan
+from isogloss.student.options.peaks import PEAK_FLOPS
 from isogloss.transfer import main as give_tokenizer
 
 CPU = {"DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": ""}

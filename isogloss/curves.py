@@ -136,8 +136,8 @@ def drawn_curves(panel):
     return [smoothed(curve) for curve in panel.curves]
 
 
-def picture(panels, path):
-    """Draw panels side by side, at most three in a row, a color per run."""
+def picture(panels, path, colors=()):
+    """Draw panels side by side, at most three in a row, a color per run: those of {run: color}."""
     import matplotlib
 
     matplotlib.use("Agg")  # draws without a screen
@@ -148,7 +148,7 @@ def picture(panels, path):
     lines = -(-len(panels) // columns)
     figure, axes = pyplot.subplots(lines, columns, figsize=(5 * columns, 3.5 * lines),
                                    constrained_layout=True, squeeze=False)
-    colors = {}
+    colors = dict(colors)
     for panel, axis in zip(panels, axes.flat):
         for curve in drawn_curves(panel):
             color = colors.setdefault(curve.run, f"C{len(colors)}")

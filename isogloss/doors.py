@@ -40,6 +40,7 @@ DOORS: dict[str, Door] = {
     "secret": Door("several ranks, or ISOGLOSS_TOKEN", "The secret that they have in common.",
                    ("job.several.secret",)),
     "peers": Door("several ranks", "That another one has failed or died.", ("job.several.peers",)),
+    "peaks": Door("a GPU", "How much of its peak a step uses.", ("student.options.peaks",)),
     "wandb": Door("wandb in the ds_config", "The steps of its curves.", ("job.wandb_steps",)),
     "launcher": Door("a launcher", "Whether its variables are those of a rank.",
                      ("flags.launcher_variables",)),
@@ -68,6 +69,8 @@ DOORS: dict[str, Door] = {
                      *3 * ("student.options.compiled",)),  # checks, changes, prepares
     "from_scratch": Door("--from_scratch", "A student with random weights.",
                          ("student.options.from_scratch",)),
+    "base_card": Door("a base model or teacher with a card", "What its license asks.",
+                      ("checkpoints.base_card",)),
     "zero3": Door("ZeRO stage 3", "Shards whose padding is 0.", ("student.options.zero3",)),
     "flash": Door("--attention flash_attention_2", "Whether it can run.",
                   ("student.options.flash_attention",)),

@@ -120,6 +120,16 @@ class RunData:
 
         return Mixture(streams, self.weights(), cfg.seed)
 
+    def record(self):
+        """List what a record says of each source; of a stream nobody knows how long it is."""
+        entries = []
+        for data in self.sources:
+            samples = None if data.source.cfg.streaming else data.num_samples
+            entries.append(dict(
+                name=data.source.name, samples=samples, weight=data.source.weight or samples,
+                held_out=len(data.held_out_data), chats=data.reader.has_chats))
+        return entries
+
     def weights(self):
         return [data.source.weight or data.num_samples for data in self.sources]
 

@@ -21,6 +21,7 @@ from tqdm import tqdm
 from transformers.utils.hub import cached_file, extract_commit_hash
 
 from isogloss.config import configs_by_teacher
+from isogloss.doors import door
 from isogloss.flags.model_names import read_model_name, without_secrets
 from isogloss.flags.parse import line_about
 from isogloss.flags.terminal import harmless, one_line, unguarded
@@ -36,10 +37,10 @@ def speed_metrics(num_parameters, device, tokens, seconds):
         num_parameters: of the student.
         tokens: of the student, in the step on all ranks.
     """
-    device_name = torch.cuda.get_device_name() if device.type == "cuda" else "cpu"
     metrics = {"seconds": seconds, "tokens_per_second": tokens / seconds}
-    num_ranks = dist.get_world_size()
-    return metrics | utilization(device_name, num_parameters, tokens, seconds, num_ranks)
+    if device.type == "cpu":
+        return metrics
+    return metrics | door("peaks").of_step(num_parameters, tokens, seconds)
 
 
 NOTHING_TAUGHT = "no step so far has a term of the distillation loss"
@@ -105,36 +106,8 @@ class Waiting:
                        "prepare more at a time")
 
 
-# Dense bfloat16 operations per second, from the makers' data sheets.  The first name that the
-# device's name contains counts, so that of a variant comes before that of its family.
-PEAK_FLOPS = {
-    "B200": 2.25e15,
-    "H200": 989e12,
-    "H100 PCIe": 756e12,
-    "H100": 989e12,
-    "A100": 312e12,
-    "L40S": 362e12,
-}
 # Lines of JSON in the output directory, each with its step.
 LOGS = "metrics.jsonl", "rollouts.jsonl", "eval_tasks.jsonl", "samples.jsonl"
-
-
-def utilization(device_name, num_parameters, tokens, seconds, num_ranks):
-    """Compute the model FLOPs utilization (MFU) of the student's forward and backward.
-
-    Six operations per parameter and token (arXiv:2204.02311); attention, teachers and recomputation
-    are not counted.
-
-    Args:
-        num_parameters: of the student.
-        tokens: of the student, over all ranks, in `seconds`.
-    Returns:
-        {"mfu": fraction of the devices' peak}; {} where the peak is not known.
-    """
-    for name, peak in PEAK_FLOPS.items():
-        if name in device_name:
-            return {"mfu": 6 * num_parameters * tokens / (seconds * num_ranks * peak)}
-    return {}
 
 
 def noting_failure(write):
@@ -169,9 +142,10 @@ class Log:
         description: of what else a user may want to know; printed once.
         monitor: the engine's MonitorMaster, which writes to what ds_config enables (tensorboard,
             csv_monitor, comet, wandb); None: none.
+        sources: of `inputs.RunData.record`.
     """
 
-    def __init__(self, cfg, start_step, ds_config, description="", monitor=None):
+    def __init__(self, cfg, start_step, ds_config, description="", monitor=None, sources=()):
         self.is_active = dist.get_rank() == 0
         self.pending = None  # (step, function that returns its metrics)
         self.failure = ""
@@ -182,7 +156,7 @@ class Log:
             print(line_about(description), file=sys.stderr, flush=True)
         self.folder = folder = Path(cfg.output_dir)
         self.path = folder / "metrics.jsonl"
-        self._start_files(cfg, start_step, ds_config)
+        self._start_files(cfg, start_step, ds_config, sources)
         self.bar = progress_bar(cfg.steps, start_step)
         self.monitor = monitor if monitor and monitor.enabled else None
         if self.monitor and self.monitor.wandb_monitor:
@@ -191,7 +165,7 @@ class Log:
             log_by_own_steps(self.monitor)
 
     @noting_failure
-    def _start_files(self, cfg, start_step, ds_config):
+    def _start_files(self, cfg, start_step, ds_config, sources):
         folder = self.folder
         folder.mkdir(parents=True, exist_ok=True)
         for path in (folder / name for name in LOGS):
@@ -205,7 +179,7 @@ class Log:
         for path in folder.glob("run_*.json"):
             if path.name > record_name:
                 path.unlink()
-        write_atomically(folder / record_name, run_record(cfg, start_step, ds_config))
+        write_atomically(folder / record_name, run_record(cfg, start_step, ds_config, sources))
 
     def _note_first(self, step, **metrics):
         if step == 0:
@@ -307,9 +281,7 @@ class Log:
             self.flush()
             self.bar.close()
 
-    def close(self):
-        """End the progress bar."""
-        self.end_bar()
+    close = end_bar
 
 
 class PlainLines:
@@ -357,7 +329,7 @@ def check_logs(output_dir, start_step):
         kept_lines(path, start_step)
 
 
-def run_record(cfg, start_step, ds_config):
+def run_record(cfg, start_step, ds_config, sources=()):
     """Return the JSON text of all that is needed to run this again."""
     libraries = (torch, deepspeed, transformers, datasets)
     projection_sha256 = cfg.projection  # none: its empty value
@@ -372,6 +344,7 @@ def run_record(cfg, start_step, ds_config):
         "ranks": dist.get_world_size(),
         "ds_config_text": Path(cfg.ds_config).read_text("utf-8"),
         "ds_config": ds_config,
+        "sources": sources,
         "seed": cfg.seed,
         "commit": _git("rev-parse", "HEAD"),
         "diff": _git("diff", "HEAD"),

@@ -10,6 +10,7 @@ from functools import reduce
 import torch.distributed as dist
 
 from isogloss.checkpoints.checkpoint import checkpoint_name, save_checkpoint
+from isogloss.checkpoints.model_card import license_rules, worse_teachers
 from isogloss.checkpoints.run_identity import checkpoint_folder, run_identity, run_layout
 from isogloss.doors import door
 from isogloss.errors import CannotSave
@@ -47,7 +48,9 @@ def announce(state, inputs, start):
     tell(f"{length}, ZeRO {engine.zero_optimization_stage()} on {ranks}; metrics in "
          f"{cfg.output_dir}")
     if state.writer:
-        tell(state.writer.intention())
+        from isogloss.flags.on_policy import intention
+
+        tell(intention(cfg))
     if start:
         tell(f"goes on from {state.last_checkpoint} (step {start:,})")
 
@@ -94,7 +97,6 @@ def write_results(state, inputs):
         end_if_failed(export_projection(state.engine, learned, projection_path(cfg)))
     if cfg.export:
         from isogloss.checkpoints.export_files import export_model
-        from isogloss.checkpoints.model_card import license_rules
 
         end_if_failed(export_model(state.engine, inputs.student, cfg))
         tell(f"exported to {cfg.export}")
@@ -188,12 +190,8 @@ def log_evaluation(state, held_out, step, log):
     names = [setup.name for setup in state.teachers]
     line = summary(metrics, first_bits, names, held_out)
     log.say(step, line + (state.writer.summary(metrics) if state.writer else ""))
-    own = metrics.get("eval/student_bits_per_byte")
-    for name in names if own and not step else ():
-        bits = metrics.get("eval/teacher_bits_per_byte" + f"/{name}" * (len(names) > 1))
-        if bits and bits > own:
-            tell(f"warning: teacher {name} is worse on the held-out rows than the student "
-                 f"({bits:#.4g} and {own:#.4g} bits per byte)")
+    for worse in () if step else worse_teachers(metrics, *names[:1]):
+        tell(f"warning: {worse}")
     if state.samples:
         log.write_records("samples", step, state.samples.write())
     if state.writer and state.cfg.rollout_eval:

@@ -163,7 +163,7 @@ def test_two_nodes(models, texts, tmp_path):
 
 
 def test_utilization_where_the_peak_is_known():
-    from isogloss.log import utilization
+    from isogloss.student.options.peaks import utilization
 
     assert utilization("cpu", 1e9, 1e4, 1.0, 1) == {}
     hopper = utilization("NVIDIA H100 80GB HBM3", 1e9, 1e5, 2.0, 2)

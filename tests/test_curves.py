@@ -62,6 +62,16 @@ def test_held_out_bits_come_first_and_each_teacher_has_a_panel(runs, tmp_path, c
     assert drawn(runs[:1], tmp_path, capsys)[0] == [curves.FIRST, "eval/kd/A", "loss"]
 
 
+def test_a_run_keeps_its_color_where_it_is_alone(tmp_path):
+    from matplotlib import pyplot
+
+    panel = curves.Panel("kd", [curves.Curve("b", [0, 1], [0.0, 1.0])])
+    curves.picture([panel], tmp_path / "b.png", {"a": "#1f77b4", "b": "#ff7f0e"})
+    pixels = pyplot.imread(tmp_path / "b.png")[..., :3] * 255
+    assert (abs(pixels - (0xFF, 0x7F, 0x0E)) < 2).all(-1).any()
+    assert not (abs(pixels - (0x1F, 0x77, 0xB4)) < 2).all(-1).any()
+
+
 def test_without_matplotlib_a_report_has_no_curves_and_says_so(runs, tmp_path, capsys, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     cli([str(runs[0]), "--rows=0", f"--output={tmp_path / 'report.html'}"])

@@ -80,7 +80,7 @@ def test_a_damaged_file_is_a_line_and_the_rest_of_the_page_is_made(shown, capsys
 
 def test_what_is_cut_anywhere_is_at_most_a_line_a_file(shown, capsys, monkeypatch):
     """Of a file that a running job writes the last line may be half; flipped bits may say more."""
-    monkeypatch.setattr(report, "picture", lambda panels, path: path.write_text("<svg/>"))
+    monkeypatch.setattr(report, "picture", lambda panels, path, colors: path.write_text("<svg/>"))
     rng = random.Random(0)
     for file in LACKS:
         path = Path("a") / file
@@ -104,7 +104,7 @@ VALUES = None, True, -1.5, 10**400, 1e308, math.nan, "x", "\ud800", [], {}
 @pytest.mark.parametrize("value", VALUES, ids=lambda value: repr(value)[:9])
 def test_values_of_another_type_are_at_most_a_line(shown, capsys, monkeypatch, value):
     """Of a metric, of a sample, and of each flag and each entry of the record of a run."""
-    monkeypatch.setattr(report, "picture", lambda panels, path: path.write_text("<svg/>"))
+    monkeypatch.setattr(report, "picture", lambda panels, path, colors: path.write_text("<svg/>"))
     monkeypatch.setattr(sys, "argv", ["report"])
     sys.set_int_max_str_digits(0)  # of our writing alone
     text = json.dumps(value)

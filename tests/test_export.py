@@ -21,6 +21,7 @@ from isogloss import export, log
 from isogloss.checkpoints import export_files, model_card, run_identity
 from isogloss.command import tool
 from isogloss.config import Config
+from isogloss.curves import read_run
 from isogloss.flags import model_names
 from isogloss.job import launch
 from jobs import ds_config, losses_of, run_distill, short_run, write_corpus
@@ -291,6 +292,71 @@ def test_the_card_is_valid_and_its_lines_run(exported, monkeypatch, capsys):
     assert "(curves.png)" in card.text and (folder / "curves.png").exists()
 
 
+@pytest.fixture(scope="module")
+def chat_run(chat_models, texts, tmp_path_factory):
+    """A run on chats, of two epochs and a third, half of which the student writes."""
+    folder = tmp_path_factory.mktemp("chats")
+    turns = [[{"role": "user", "content": text[:20]}, {"role": "assistant", "content": text[20:60]}]
+             for text in texts[:10]]
+    (folder / "chats.jsonl").write_text("\n".join(json.dumps({"messages": turn}) for turn in turns))
+    config = ds_config(folder / "ds.json", 1, 2, 2, scheduler={
+        "type": "WarmupLR", "params": {"warmup_max_lr": 2e-3, "warmup_num_steps": 1}})
+    line = [f"--student={chat_models[0]}", f"--teacher={chat_models[1]}", "--text_key=messages",
+            f"--data={folder / 'chats.jsonl'}", f"--ds_config={config}", "--max_length=60",
+            "--steps=4", "--eval_rows=3", "--on_policy=0.5", "--rollout_tokens=6",
+            '--template_kwargs={"thinks": false}', f"--output_dir={folder}",
+            f"--export={folder / 'student'}"]
+    assert ranks.run(1, run_distill, [line]) == [[0]]
+    return folder
+
+
+def test_the_card_of_a_chat_student_asks_it_by_messages(chat_run, monkeypatch, capsys):
+    card = ModelCard.load(chat_run / "student" / "README.md")
+    assert "conversational" in card.data.tags and "--chat_date 20" in card.text
+    monkeypatch.chdir(chat_run / "student")
+    code = re.search(r"^```python\n(.*?)^```", card.text, re.M | re.S)[1]
+    assert '"role": "user"' in code and "tokenizer_encode_kwargs={'thinks': False}" in code
+    scope = {}
+    exec(code, scope)
+    printed = capsys.readouterr().out
+    assert printed.strip() and "What is" not in printed  # the answer alone
+    assert scope["write"].tokenizer.chat_template
+
+
+def test_the_card_says_how_the_student_was_trained(chat_run, exported):
+    """As it follows from the files that the run was given, and from its log."""
+    card = (chat_run / "student" / "README.md").read_text()
+    lines = read_run(chat_run)
+    tokens = [line["tokens"] for line in lines if "tokens" in line]
+    first, last = [line for line in lines if "eval/kd" in line]
+    for row in (f"| batch | 4 samples, {sum(tokens) / 4:,.0f} learned tokens on average |",
+                "| optimizer | AdamW, WarmupLR, learning rate up to 0.002 |",
+                "| precision | float32, ZeRO stage 1 |",
+                f"| seen | {sum(tokens):,} learned tokens, 2.29 epochs of 7 samples |",
+                "| held-out rows | 3 |",
+                "| on-policy | the student writes 50% of the samples, up to 6 tokens each |",
+                "| cross-entropy | weight 1, on the samples of the data |"):
+        assert row in card, (row, card)
+    for key, text in (("reverse_kl_per_byte", "reverse KL, nats a byte"),
+                      ("repeated_4grams", "repeated 4-grams of tokens"),
+                      ("truncated", "cut before its end")):
+        values = [f"{line[f'eval/rollout/{key}']:#.4g}" for line in (first, last)]
+        assert f"| text of its own: {text} | {values[0]} | {values[1]} |" in card
+    bits = [first[f"eval/{role}_bits_per_byte"] for role in ("teacher", "student")]
+    worse = "teacher teacher is worse on the held-out rows than the student ({:#.4g} and {:#.4g} "
+    assert (worse.format(*bits) in card) == (bits[0] > bits[1])
+    card = (exported / "zero 3" / "student" / "README.md").read_text()
+    assert "| precision | bf16, ZeRO stage 3 |" in card and "| held-out rows | 4 |" in card
+    assert "chat_date" not in card and "conversational" not in card
+    alone = Config(student="s", teacher="t", data="d", on_policy=1, max_length=600)
+    metrics = {"step": 0, "eval/student_bits_per_byte": 6.0, "eval/teacher_bits_per_byte": 7.0}
+    text = model_card.card_text({}, alone, [metrics], 3, False)
+    assert "the student writes 100% of the samples" in text and "cross-entropy" not in text
+    assert "| 6.000 | 6.000 |" in text
+    assert ("\nBefore training teacher t is worse on the held-out rows than the student (7.000 "
+            "and 6.000 bits per byte).\n") in text
+
+
 def test_without_matplotlib_a_card_has_no_picture(exported, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     model_card.write_card(tmp_path, exported / "zero 3", 2)
@@ -319,7 +385,7 @@ def test_the_card_says_what_licenses_ask(tmp_path):
     mixture = Config(student="s", teacher="t", data='[{"data": "/x/a.jsonl"}, {"data": "org/b"}]')
     lines = [{"step": 1, "eval/student_bits_per_byte": 2.0, "eval/b/student_bits_per_byte": 1.5}]
     text = model_card.card_text({}, mixture, lines, 3, False)
-    assert "| bits per byte, student (b) | 1.5 | 1.5 |" in text
+    assert "| bits per byte, student (b) | 1.500 | 1.500 |" in text
     assert "| data | a.jsonl, org/b |" in text and "datasets:\n- org/b\n" in text
     assert ModelCard(text).data.eval_results[0].dataset_name == "a.jsonl, org/b"
     front = model_card.front_matter(Config(student="no/such_base", teacher="t", data="d", lora_r=2))
@@ -341,7 +407,7 @@ def test_the_card_says_what_it_was_made_of_and_no_path(exported):
         assert str(exported).encode() not in path.read_bytes(), path
     lines = losses_of(exported / "zero 3", -1)
     bits = [line["eval/student_bits_per_byte"] for line in lines if "eval/kd" in line]
-    assert f"| bits per byte, student | {bits[0]:.4g} | {bits[-1]:.4g} |" in body
+    assert f"| bits per byte, student | {bits[0]:#.4g} | {bits[-1]:#.4g} |" in body
     assert (folder / "curves.png").read_bytes().startswith(b"\x89PNG")
     cfg = Config(student="org/base", teacher="org/teacher", data="org/data:subset")
     front = model_card.front_matter(cfg)

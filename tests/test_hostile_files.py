@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file, save, save_file
 
 from conftest import ROOT
-from isogloss.checkpoints import model_card
+from isogloss.checkpoints import base_card
 from isogloss.data import chat, texts as long_texts, workers
 from isogloss.inputs import load_text_encoder
 from isogloss.job import trial
@@ -305,8 +305,8 @@ CARDS = {
 def test_a_card_of_others_is_read_in_bounds(tmp_path, case):
     front, expected = CARDS[case]
     (tmp_path / "README.md").write_text(f"---\n{front}\n---\n# A model\n")
-    model_card.card_of.cache_clear()
-    assert trial.in_bounds([("reading", lambda: model_card.card_of(str(tmp_path)))]) == [expected]
+    base_card.card_of.cache_clear()
+    assert trial.in_bounds([("reading", lambda: base_card.card_of(str(tmp_path)))]) == [expected]
 
 
 def test_a_card_that_has_no_end_is_read_to_its_bound(tmp_path):
@@ -314,7 +314,7 @@ def test_a_card_that_has_no_end_is_read_to_its_bound(tmp_path):
     with open(tmp_path / "README.md", "wb") as file:
         file.write(b"---\nlicense: mit\n---\n")
         file.truncate(2**36)
-    [card] = trial.in_bounds([("reading", lambda: model_card.card_of(str(tmp_path)))])
+    [card] = trial.in_bounds([("reading", lambda: base_card.card_of(str(tmp_path)))])
     assert card == {"license": "mit"}
 
 
@@ -344,7 +344,7 @@ LIST = {
     "a model's code": [],
     "a model's weights": [],
     "a cache of a hub": [cache_checks.MOST_CHARACTERS, packed_rows.MOST_NUMBERS],
-    "a base model's card": [model_card.MOST_CARD],
+    "a base model's card": [base_card.MOST_CARD],
     "a projection": [],
     "tables in `ISOGLOSS_CACHE`": [],
     "a checkpoint": [],

@@ -3,16 +3,25 @@
 import json
 import re
 import types
+import warnings
 from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, Trainer, TrainingArguments
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GenerationConfig,
+    Trainer,
+    TrainingArguments,
+)
 
 import ranks
 from conftest import ROOT
+from isogloss.data.ends import taught_ends
 from isogloss.integrations import Distillation, config_of, count_terms, distilled
 from jobs import ds_config, losses_of, run_distill
+from test_families import balance_of, write_family
 
 # {what rows hold: (row of a text, flags of distill.py)}
 KINDS = {
@@ -28,18 +37,21 @@ ROWS = 8
 
 @pytest.fixture(scope="module")
 def expected(chat_models, texts, tmp_path_factory):
-    """Return {kind: (rows, metrics of a step of distill.py on all of them)}."""
+    """Return {kind: (rows, metrics of a step of distill.py on all, and of them as held-out ones)}.
+    """
     folder = tmp_path_factory.mktemp("jobs")
     rows = {kind: [make(text[:90]) for text in texts[:ROWS]] for kind, (make, _) in KINDS.items()}
     lines = []
     for kind, (_, flags) in KINDS.items():
         (folder / f"{kind}.jsonl").write_text("\n".join(map(json.dumps, rows[kind])))
         lines.append([f"--student={chat_models[0]}", f"--teacher={chat_models[1]}", "--steps=1",
-                      f"--data={folder / f'{kind}.jsonl'}", "--max_length=60", "--kd_weight=0.7",
+                      f"--data={folder / f'{kind}.jsonl'}", "--max_length=60",
+                      f"--eval_data={folder / f'{kind}.jsonl'}", "--kd_weight=0.7",
                       "--teacher_dtype=float32", f"--output_dir={folder / kind}", *flags,
                       f"--ds_config={ds_config(folder / 'ds.json', 0, ROWS, 1)}"])
     assert ranks.run(1, run_distill, lines) == [[0] * len(KINDS)]
-    return {kind: (rows[kind], losses_of(folder / kind)[0]) for kind in KINDS}
+    metrics = {kind: losses_of(folder / kind, -1) for kind in KINDS}
+    return {kind: (rows[kind], metrics[kind][0] | metrics[kind][1]) for kind in KINDS}
 
 
 def trainer_of(name, folder, **more):
@@ -68,14 +80,24 @@ def test_a_trainer_has_the_loss_of_the_job(chat_models, expected, tmp_path, name
         AutoModelForCausalLM.from_pretrained(student), args=settings, train_dataset=data,
         eval_dataset=data, processing_class=AutoTokenizer.from_pretrained(student),
         data_collator=len)  # as axolotl gives one, which is not asked
-    trainer.train()
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        trainer.train()
     [trained] = [line for line in trainer.state.log_history if "ce" in line]
     for key in ("ce", "kd"):
         assert trained[key] == pytest.approx(metrics[key], rel=1e-5), key
     assert trained["loss"] == pytest.approx(metrics["loss"], abs=1e-4)  # which it rounds
     assert trained["grad_norm"] == pytest.approx(metrics["grad_norm"], rel=1e-4)
     [evaluated] = [line for line in trainer.state.log_history if "eval_loss" in line]
-    assert evaluated["eval_loss"] > 0
+    # nothing moves, so the same rows have the same losses
+    for key in ("loss", "ce", "kd"):
+        assert evaluated[f"eval_{key}"] == pytest.approx(metrics[key], rel=1e-5), key
+    for ours, its in (("bits_per_byte", "student_bits_per_byte"),
+                      ("teacher_bits_per_byte", "teacher_bits_per_byte")):
+        assert evaluated[f"eval_{ours}"] == pytest.approx(metrics[f"eval/{its}"], rel=1e-5)
+    is_worse = evaluated["eval_teacher_bits_per_byte"] > evaluated["eval_bits_per_byte"]
+    lines = [str(warning.message) for warning in warned if "is worse" in str(warning.message)]
+    assert len(lines) == is_worse
 
 
 def train_on_a_rank(student, teacher, rows, folder):
@@ -110,6 +132,68 @@ def test_two_ranks_average_over_the_terms_of_both(chat_models, texts, tmp_path):
                 [loss.item(), ce, kd, norm], rel=1e-4)
 
 
+@pytest.mark.slow
+def test_a_teacher_that_is_worse_is_named_once(chat_models, tmp_path):
+    """The student as it is teaches itself with random weights."""
+    rows = [{"text": "One day a boat came home."}] * 4
+    student = AutoModelForCausalLM.from_pretrained(chat_models[0])
+    teacher = AutoModelForCausalLM.from_pretrained(chat_models[1])
+    for weight in teacher.parameters():
+        weight.data.normal_(std=3.0)
+    trainer_class, settings = trainer_of("Trainer", tmp_path)
+    tokenizers = list(map(AutoTokenizer.from_pretrained, chat_models))
+    trainer = distilled(trainer_class, teacher, tokenizers[1])(
+        student, args=settings, eval_dataset=rows, processing_class=tokenizers[0])
+    with pytest.warns(UserWarning) as warned:
+        metrics = trainer.evaluate()
+        trainer.evaluate()
+    [line] = [str(warning.message) for warning in warned if "is worse" in str(warning.message)]
+    bits = metrics["eval_teacher_bits_per_byte"], metrics["eval_bits_per_byte"]
+    assert bits[0] > bits[1] and "({:#.4g} and {:#.4g} bits per byte)".format(*bits) in line
+    assert line.startswith(f"teacher {chat_models[1]} is worse on the held-out rows")
+
+
+def test_a_student_stops_where_it_learns_to(chat_models, tmp_path):
+    """At eos, at the end of a turn of its template, and where it did before, also when saved."""
+    student = AutoModelForCausalLM.from_pretrained(chat_models[0])
+    tokenizer = AutoTokenizer.from_pretrained(chat_models[0])
+    student.generation_config.eos_token_id = [7]
+    trainer_class, settings = trainer_of("Trainer", tmp_path)
+    trainer = distilled(trainer_class, chat_models[1])(
+        student, args=settings, train_dataset=[{"text": "One day"}] * ROWS,
+        processing_class=tokenizer)
+    trainer.train()
+    trainer.save_model(tmp_path / "saved")
+    ends = GenerationConfig.from_pretrained(tmp_path / "saved").eos_token_id
+    taught = taught_ends(trainer.distillation.student)
+    assert tokenizer.eos_token_id in taught and set(ends) == {7, *taught}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("asks", [True, False])
+def test_a_mixture_balances_its_experts_where_its_config_asks(models, tokenizers, tmp_path, asks):
+    """Padding chooses no expert: the texts, unequal, each by itself, say what the loss is."""
+    write_family("qwen3_moe", tokenizers[0], 0, tmp_path / "student")
+    student = AutoModelForCausalLM.from_pretrained(tmp_path / "student")
+    student.config.output_router_logits = asks
+    rows = [{"text": "One day"}, {"text": "a boat came home, and all were glad of it"}]
+    trainer_class, settings = trainer_of("Trainer", tmp_path, gradient_accumulation_steps=1)
+    trainer = distilled(trainer_class, str(models[1]), max_length=60)(
+        student, args=settings, train_dataset=rows, processing_class=tokenizers[0])
+    router_logits = []
+    for row in rows:
+        batch = trainer.distillation.collate([row])
+        arguments = trainer.distillation.inputs(batch)
+        with torch.no_grad():
+            router_logits += student(**arguments, output_router_logits=True).router_logits
+    balance = balance_of(router_logits, student.config.num_experts_per_tok)
+    trainer.train()
+    trained = trainer.state.log_history[0]
+    router = trained["loss"] - trained["ce"] - trained["kd"]
+    assert router == pytest.approx(asks * 0.05 * float(balance), abs=2e-4)
+    assert balance > 1
+
+
 def test_autocast_and_an_adapter_of_the_teacher_change_nothing(chat_models):
     """In Lightning and Accelerate the loss stands inside of autocast; a new adapter adds 0."""
     peft = pytest.importorskip("peft")
@@ -140,8 +224,16 @@ def test_the_page_runs_as_it_stands(chat_models, expected, tmp_path, monkeypatch
     """With small models in the places of the hub's, and few steps."""
     monkeypatch.chdir(tmp_path)
     Path("chats.jsonl").write_text("\n".join(map(json.dumps, expected["messages"][0])))
-    code = blocks()[title].replace("max_steps=100", "max_steps=2, use_cpu=True, report_to='none'")
-    for name, path in zip(("HuggingFaceTB/SmolLM2-135M-Instruct", "Qwen/Qwen3-8B"), chat_models):
+    code = blocks()[title]
+    teacher = "Qwen/Qwen3-0.6B" if title == "TRL" else "Qwen/Qwen3-8B"
+    few = "max_steps=2, report_to='none'"
+    if title == "TRL":  # as it stands, on a machine without a GPU, too
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+        Path("chats.jsonl").unlink()
+    else:
+        few += ", use_cpu=True"
+    code = code.replace("max_steps=100", few)
+    for name, path in zip(("HuggingFaceTB/SmolLM2-135M-Instruct", teacher), chat_models):
         assert name in code
         code = code.replace(name, path)
     exec(compile(code, title, "exec"), {})

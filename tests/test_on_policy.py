@@ -15,6 +15,7 @@ from isogloss import distill
 from isogloss.data.batch import Collator, PairOptions
 from isogloss.data.batch_types import Example
 from isogloss.data.rollouts import Prompter, RolloutPrompt, completed
+from isogloss.flags.on_policy import intention
 from isogloss.inputs import load_text_encoder, plan_teachers
 from isogloss.job.launch import start_distributed
 from isogloss.losses import next_token_cross_entropy
@@ -320,11 +321,10 @@ def test_what_was_written_ahead_serves_the_step_that_it_was_written_for(monkeypa
 def test_the_terminal_says_what_the_student_writes_and_how():
     cfg = distill.Config(student="S", teacher="T", data="D", on_policy=0.5, rollout_tokens=384,
                          writer="vllm")
-    writer = SimpleNamespace(cfg=cfg, elsewhere=True)
-    assert on_policy.Writer.intention(writer) == (
-        "the student writes 50% of the samples, up to 384 tokens each, by vllm")
+    assert intention(cfg) == (
+        "the student writes 50% of the samples, up to 384 tokens each, by vLLM")
     metrics = {f"eval/rollout/{name}": value for name, value in (
         ("reverse_kl_per_byte", 0.2876), ("repeated_4grams", 0.03), ("truncated", 0.12))}
-    assert on_policy.Writer.summary(writer, metrics) == (
+    assert on_policy.Writer.summary(None, metrics) == (
         ", own text 0.288 nats a byte, 3% repeated, 12% cut")
-    assert on_policy.Writer.summary(writer, {}) == ""
+    assert on_policy.Writer.summary(None, {}) == ""

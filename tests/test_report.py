@@ -5,12 +5,16 @@ A browser opens it where one is named (pip install PyQt6-WebEngine, 550 MB, else
     ISOGLOSS_QT=/env/bin/python pytest tests/test_report.py -k browser
 """
 
+import html
 import json
 import math
 import os
+import re
+import shutil
 import subprocess
 from dataclasses import asdict
 from html.parser import HTMLParser
+from pathlib import Path
 
 import pytest
 import torch
@@ -20,6 +24,7 @@ import ranks
 from isogloss.config import Config
 from isogloss.data.batch_types import Example
 from isogloss.integrations import Distillation
+from isogloss.report import page
 from isogloss.report.__main__ import cli
 from isogloss.report.page import colored
 from isogloss.report.text import ReadPiece, pieces_of
@@ -178,6 +183,58 @@ def shown(tmp_path, monkeypatch):
     (tmp_path / "a" / "run.json").write_text(json.dumps({"config": asdict(cfg)}))
     sample = {"step": 0, "prompt": "Once <b>", "text": " upon\n\n    a time", "reference": ""}
     (tmp_path / "a" / "samples.jsonl").write_text(json.dumps(sample))
+
+
+@pytest.fixture
+def shown_twice(shown, tmp_path):
+    """Write a second run, `b`, which has another rate of its loss and no `kd`, and a third one."""
+    record = json.loads((tmp_path / "a" / "run.json").read_text())
+    for name, flags in (("b", {"seed": 7, "max_length": 99}), ("c", {"loss": "alm"})):
+        shutil.copytree("a", name)
+        changed = {"config": record["config"] | flags | {"output_dir": name}}
+        (tmp_path / name / "run.json").write_text(json.dumps(changed))
+    with open(tmp_path / "c" / "metrics.jsonl", "a") as file:
+        file.write('\n{"step": 3, "eval/kd": 6}\n')
+    return tmp_path
+
+
+def rows_of(text):
+    """Return the rows of the tables of a page, as lists of texts."""
+    rows = re.findall(r"<tr>(.*?)</tr>", text)
+    return [[html.unescape(re.sub("<.*?>", "", cell))
+             for cell in re.findall(r"<t[dh]>(.*?)</t[dh]>", row)] for row in rows]
+
+
+def test_several_runs_stand_side_by_side(shown_twice, capsys, monkeypatch):
+    drawn = []
+    monkeypatch.setattr(page, "picture", lambda panels, path, colors: (
+        path.write_text("<svg/>"), drawn.append((panels[0].metric, colors))))
+    cli(["a", "b", "c", "--rows=0", "--output=r.html"])
+    text = Path("r.html").read_text()
+    Page(text)
+    rows = rows_of(text)
+    assert ["bits per byte, student", *["3.000\xa0→\xa01.000"] * 3] in rows
+    assert ["distillation loss, nats per term", "–", "–", "6.000\xa0→\xa06.000"] in rows
+    assert [["--max_length", "–", "99", "–"], ["--seed", "–", "7", "–"]] == sorted(
+        row for row in rows if row[0].startswith("--"))
+    losses = next(row for row in rows if row[0] == "teacher")
+    assert [("piece_kl" in loss, "alm" in loss) for loss in losses[1:]] == [
+        (True, False), (True, False), (False, True)]
+    assert ["base model", "s"] in rows  # once: it is that of all
+    assert text.count("Once &lt;b&gt;") == 3  # what each has written
+    # a run has one color everywhere, also in a panel of which it is the only one
+    colors = drawn[0][1]
+    assert [metric for metric, _ in drawn] == ["eval/student_bits_per_byte", "eval/kd", "loss"]
+    assert len(set(colors.values())) == 3 and all(other == colors for _, other in drawn)
+    for name, color in colors.items():
+        assert f'<th><b style="color:{color}">●</b> {name}</th>' in text
+    capsys.readouterr()
+    (shown_twice / "b" / "run.json").write_text("no JSON")
+    (shown_twice / "c" / "metrics.jsonl").unlink()
+    cli(["a", "b", "c", "--rows=0", "--output=r.html"])
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 2 and "no setting of b: " in lines[1] and "curves of c: " in lines[0]
+    assert ["before training → last", "● a", "● b", "● c"] in rows_of(Path("r.html").read_text())
 
 
 def test_chunks_are_colored_by_whom_they_surprise():

@@ -1,6 +1,8 @@
 """benchmarks/rivals.py: each formula by hand, on the text "abc" that two toy tokenizers cut."""
 
+import re
 from functools import partial
+from importlib.metadata import version
 from types import SimpleNamespace
 
 import numpy as np
@@ -10,7 +12,8 @@ from tokenizers import Tokenizer, models, normalizers
 from transformers import PreTrainedTokenizerFast
 
 from benchmarks import rivals
-from isogloss.align import TokenTable
+from conftest import ROOT
+from isogloss.align import TokenTable, align
 from isogloss.losses import find_chunks
 
 # the text is "ab" "c" for the student, "a" "b" "c" for the teacher
@@ -40,6 +43,20 @@ def pair_of(*tokens):
 @pytest.fixture
 def pair():
     return pair_of(*TOKENS)
+
+
+def test_gold_refuses_what_is_no_byte_level_bpe_as_the_page_says(pair):
+    """The page quotes it with its version; the tokenizers are of Llama 2's kind."""
+    utils = pytest.importorskip("trl.experimental.utils")
+    page = (ROOT / "docs" / "results.md").read_text()
+    quoted = re.search(r'TRL ([\d.]+)\'s GOLD takes .*?"(.*?)"', page, re.S)
+    assert version("trl").startswith(quoted[1])
+    for tokenizer in pair.tokenizers:
+        with pytest.raises(NotImplementedError, match=" ".join(quoted[2].split())):
+            utils.encode_with_byte_offsets(tokenizer.backend_tokenizer, ["abc"])
+    ids = [tokenizer("abc", add_special_tokens=False)["input_ids"] for tokenizer in pair.tokenizers]
+    alignment = align(*ids, *pair.tables, "abc")
+    assert alignment.chunk_bytes.sum() == alignment.text_bytes == 3
 
 
 @pytest.fixture

@@ -9,24 +9,19 @@ import os
 import re
 import shlex
 from dataclasses import fields
-from functools import lru_cache
 from importlib.util import find_spec
 from pathlib import Path
 
-import yaml
-from huggingface_hub import EvalResult, ModelCardData, hf_hub_download
+from huggingface_hub import EvalResult, ModelCardData
 
 from isogloss.config import Config, configs_by_teacher
 from isogloss.curves import DEFAULT, available, is_number, panels_of, picture, read_run
 from isogloss.data.mixture import sources_of
+from isogloss.doors import door
 from isogloss.flags.model_names import without_secrets
-from isogloss.flags.parse import one_line
 
 HUB_ID = re.compile(r"[\w.-]+/[\w.-]+\Z")
 PICTURE = "curves.png"
-OF_BASE = "license", "license_name", "license_link", "language"  # keys that a student inherits
-MOST_CARD = 2**16  # characters of a card that are read; PyYAML takes up to three seconds for them
-MOST_WORDS = 200  # of a list, and characters of each
 # Rows of the table of results, as far as the run measured them.
 MEASURED = {
     "eval/student_bits_per_byte": "bits per byte, student",
@@ -34,6 +29,9 @@ MEASURED = {
     "eval/student_accuracy": "accuracy per token, student",
     "eval/kd": "distillation loss, nats per term",
     "eval/top1_agreement": "agreement with the teacher at the starts of chunks",
+    "eval/rollout/reverse_kl_per_byte": "text of its own: reverse KL, nats a byte",
+    "eval/rollout/repeated_4grams": "text of its own: repeated 4-grams of tokens",
+    "eval/rollout/truncated": "text of its own: cut before its end",
 }
 # Flags that say nothing of how the student was made, or that stand in the table anyway.
 LEFT_OUT = {
@@ -41,19 +39,6 @@ LEFT_OUT = {
     "resume", "wandb_project", "local_rank", "loss", "projection", "eval_task_options",
     "writer", "plugin", "trust_remote_code", "config", "teacher_cache",
     "teacher_tokenizer"}
-
-
-# {what a license's name begins with: what it asks of a model made with it, or taught by it}, of the
-# texts of Meta and Google of 2023 to 2025
-RULES = {
-    "llama2": "its outputs may improve no other model than Llama 2 and what derives from it",
-    "llama3": 'a model that was made with it or taught by it has a name that begins with "Llama", '
-              'and says "Built with Llama"',
-    "llama4": 'a model that was made with it or taught by it has a name that begins with "Llama", '
-              'and says "Built with Llama"',
-    "gemma": "a model that learns from its outputs is a derivative, which hands on its terms",
-    "cc-by-nc": "it is not for commercial use",
-}
 CITATION = """\
 @software{isogloss,
   title = {Isogloss: cross-tokenizer knowledge distillation on DeepSpeed},
@@ -107,114 +92,92 @@ def write_card(target, folder, step):
 
 
 def card_text(record, cfg, lines, step, has_picture):
-    sections = [front_matter(cfg, lines), f"# {title(cfg)}", description(cfg), usage(cfg)]
-    sections.append(table(["", ""], facts(record, cfg, step)))
+    is_chat = any(source["chats"] for source in record.get("sources", ()))
+    sections = [front_matter(cfg, lines, is_chat), f"# {title(cfg)}", description(cfg)]
+    sections += [usage(cfg, is_chat), table(["", ""], facts(record, cfg, step, lines))]
     results = results_of(lines)
     if results:
-        compared = [[text, f"{values[0]:.4g}", f"{values[-1]:.4g}"] for text, _, values in results]
+        compared = [[text, f"{values[0]:#.4g}", f"{values[-1]:#.4g}"]
+                    for text, _, values in results]
         sections += ["## Held-out results", table(["", "before", f"step {step}"], compared)]
+        first = next(line for line in lines if is_number(line.get(results[0][1])))
+        teacher = ", ".join(map(teacher_name, teachers_of(cfg)))
+        sections += [f"Before training {line}." for line in worse_teachers(first, teacher)]
     if has_picture:
         sections.append(f"![Curves of the run]({PICTURE})")
     rules = license_rules(cfg)
     if rules:
         sections += ["## Licenses", "\n".join(f"- {rule}" for rule in rules)]
-    sections += ["## Flags", "Flags that differ from their defaults:", flags_text(cfg)]
+    sections += ["## Flags", "Flags that differ from their defaults:", flags_text(cfg, is_chat)]
     sections += ["## Citation", f"```bibtex\n{CITATION}\n```"]
     return "\n\n".join(sections) + "\n"
 
 
-def front_matter(cfg, lines=()):
+def front_matter(cfg, lines=(), is_chat=False):
     """Return the metadata that the hub reads."""
     is_adapter = bool(cfg.lora_r and not cfg.merge)
-    base = {} if cfg.from_scratch else card_of(cfg.student)
     models = [] if cfg.from_scratch else hub_ids([cfg.student])
     sources = hub_ids([data.partition(":")[0] for data in data_names(cfg)])
     results = []
     for _, key, values in results_of(lines):
-        is_text = key in MEASURED
         name = key.removeprefix("eval/")
-        if is_text:
+        if key in MEASURED:
             name = public_name(cfg.eval_data) or ", ".join(map(public_name, data_names(cfg)))
         results.append(EvalResult(
             task_type="text-generation", dataset_name=name, dataset_type=(sources or [name])[0],
             metric_type=key.rpartition("/")[2], metric_value=round(values[-1], 6)))
-    more = dict.fromkeys(OF_BASE) | base
+    has_base = not cfg.from_scratch and with_cards([cfg.student])
+    more = door("base_card").card_of(cfg.student) if has_base else {}
     if models:
         more["base_model_relation"] = "adapter" if is_adapter else "finetune"
     card = ModelCardData(
         library_name="peft" if is_adapter else "transformers", pipeline_tag="text-generation",
         base_model=models or None, datasets=sources or None, eval_results=results or None,
         model_name=title(cfg) if results else None,
-        tags=["isogloss", "knowledge-distillation"], **more)
+        tags=["isogloss", "knowledge-distillation", *["conversational"] * is_chat], **more)
     return f"---\n{card}\n---"
-
-
-@lru_cache
-def card_of(name):
-    """Return what a model's own card says of `OF_BASE`; {}: nothing, or no card can be had.
-
-    It is read as anyone may have written it, and as far as MOST_CARD.
-    """
-    try:
-        path = Path(name) / "README.md"
-        if not path.is_file():
-            if not hub_ids([name]):
-                return {}
-            path = hf_hub_download(name, "README.md", etag_timeout=5)
-        with open(path, encoding="utf-8") as file:
-            front = re.match(r"\s*---\n(.*?)\n---", file.read(MOST_CARD), re.DOTALL)
-        card = yaml.load(front[1], WithoutAliases)
-        return {key: words for key in OF_BASE if (words := words_of(card.get(key)))}
-    except Exception:  # a card is a help, and what hinders it is of many kinds
-        return {}
-
-
-def words_of(value):
-    """Return a text of a card, or a list of them, of which each is one short line; else None."""
-    if isinstance(value, list):
-        return [word for word in map(words_of, value[:MOST_WORDS]) if isinstance(word, str)]
-    return one_line(value)[:MOST_WORDS] if isinstance(value, str) else None
-
-
-class WithoutAliases(yaml.SafeLoader):
-    """Refuse aliases: a few lines of them stand for more than any memory holds."""
-
-    def compose_node(self, parent, index):
-        if self.check_event(yaml.events.AliasEvent):
-            raise yaml.composer.ComposerError(problem="an alias")
-        return super().compose_node(parent, index)
 
 
 def license_rules(cfg):
     """List what the licenses of the base model and of the teachers ask of the student."""
     models = [] if cfg.from_scratch else [cfg.student]
-    if cfg.kd_weight:
-        models += [entry.teacher for entry in configs_by_teacher(cfg).values()]
-    rules = []
-    for name in dict.fromkeys(filter(None, models)):
-        card = card_of(name)
-        license = str(card.get("license_name") or card.get("license") or "")
-        for beginning, rule in RULES.items():
-            if license.lower().replace("-", "").startswith(beginning.replace("-", "")):
-                rules.append(f"{public_name(name)} ({license}): {rule}")
-    return rules
+    models += [entry.teacher for entry in teachers_of(cfg)]
+    names = with_cards(models)
+    return door("base_card").rules_of(names) if names else []
+
+
+def with_cards(models):
+    """List those of some models that may have a card of their own."""
+    return [name for name in dict.fromkeys(filter(None, models))
+            if hub_ids([name]) or os.path.isfile(f"{name}/README.md")]
+
+
+def teachers_of(cfg):
+    """List the Config of each teacher; []: the text alone teaches."""
+    return list(configs_by_teacher(cfg).values()) if cfg.kd_weight else []
 
 
 def title(cfg):
     """Return what the student is: its own name, and whom it learned from."""
     base = public_name(cfg.student).rpartition("/")[2]
-    if not cfg.kd_weight:
+    names = [teacher_name(entry).rpartition("/")[2] for entry in teachers_of(cfg)]
+    if not names:
         return f"{base}, trained on text"
-    names = [teacher_name(entry).rpartition("/")[2] for entry in configs_by_teacher(cfg).values()]
     return f"{base}, distilled from {', '.join(names)}"
 
 
-def usage(cfg):
+def usage(cfg, is_chat=False):
     """Return lines that run in the directory of the export; on the hub its id stands for "."."""
     install = "pip install transformers" + (" peft" if cfg.lora_r and not cfg.merge else "")
+    prompt, answer = '"The boat"', '["generated_text"]'
+    if is_chat:
+        prompt = '[{"role": "user", "content": "What is a boat?"}]'
+        answer += '[-1]["content"]'
+    kwargs = json.loads(cfg.template_kwargs or "{}") if is_chat else {}
+    options = f", tokenizer_encode_kwargs={kwargs!r}" if kwargs else ""
     return (f"```python\n# {install}\nfrom transformers import pipeline\n\n"
-            'write = pipeline("text-generation", ".")\n'
-            'print(write("The boat", max_new_tokens=30)[0]["generated_text"])\n```')
+            f'write = pipeline("text-generation", ".")\nprompt = {prompt}\n'
+            f"print(write(prompt, max_new_tokens=30{options})[0]{answer})\n```")
 
 
 def data_names(cfg):
@@ -241,23 +204,30 @@ def teacher_name(cfg):
 def description(cfg):
     start = "random weights in the shape of" if cfg.from_scratch else ""
     base = " ".join([start, public_name(cfg.student)]).strip()
-    if not cfg.kd_weight:
+    names = ", ".join(map(teacher_name, teachers_of(cfg)))
+    if not names:
         return f"A student from {base}, trained on text without a teacher."
-    names = ", ".join(teacher_name(entry) for entry in configs_by_teacher(cfg).values())
     return (f"A student from {base}, distilled from {names} by cross-tokenizer knowledge "
             "distillation (Isogloss).")
 
 
-def facts(record, cfg, step):
+def facts(record, cfg, step, lines):
     """Return the rows of the table that says what the student was made of."""
     entries = [["base model", public_name(cfg.student) + " (shape only)" * cfg.from_scratch]]
-    if cfg.kd_weight:
-        for teacher in configs_by_teacher(cfg).values():
-            loss = f"loss `{teacher.loss}`, weight {teacher.kd_weight:g}"
-            entries.append(["teacher", f"{teacher_name(teacher)}: {loss}"])
-    entries.append(["cross-entropy", f"weight {cfg.ce_weight:g}"])
+    for teacher in teachers_of(cfg):
+        loss = f"loss `{teacher.loss}`, weight {teacher.kd_weight:g}"
+        entries.append(["teacher", f"{teacher_name(teacher)}: {loss}"])
+    if cfg.on_policy:
+        from isogloss.flags.on_policy import intention
+
+        entries.append(["on-policy", intention(cfg)])
+    if cfg.ce_weight and cfg.on_policy < 1:
+        entries.append(["cross-entropy", f"weight {cfg.ce_weight:g}"
+                        + ", on the samples of the data" * bool(cfg.on_policy)])
     entries.append(["data", ", ".join(map(public_name, data_names(cfg)))])
     entries.append(["steps", f"{step} of {cfg.steps}"])
+    if record.get("ds_config"):
+        entries += training(record["ds_config"], record.get("sources", []), cfg, step, lines)
     entries.append(["ranks", record.get("ranks", "")])
     versions = record.get("versions", {})
     entries.append(["made with", ", ".join(f"{key} {value}" for key, value in versions.items())])
@@ -267,21 +237,49 @@ def facts(record, cfg, step):
     return entries
 
 
+def training(ds_config, sources, cfg, step, lines):
+    """Return the rows that say how the student was trained, and on how much; see `run_record`."""
+    samples = ds_config["train_batch_size"] // cfg.sequence_parallel
+    entries = [["batch", f"{samples:,} samples"]]
+    tokens = [line["tokens"] for line in lines if is_number(line.get("tokens"))]
+    if tokens:
+        entries[0][1] += f", {sum(tokens) / len(tokens):,.0f} learned tokens on average"
+    words = [ds_config[key]["type"] for key in ("optimizer", "scheduler") if key in ds_config]
+    rates = [line["lr"] for line in lines if is_number(line.get("lr"))]
+    words += [f"learning rate up to {max(rates):g}"] if rates else []
+    entries.append(["optimizer", ", ".join(words)])
+    dtypes = [key for key in ("torch_autocast", "bf16", "fp16")
+              if ds_config.get(key, {}).get("enabled") is True]
+    stage = ds_config.get("zero_optimization", {}).get("stage", 0)
+    entries.append(["precision", f"{(dtypes or ['float32'])[0]}, ZeRO stage {stage}"])
+    seen = [f"{sum(tokens):,} learned tokens"] if tokens else []
+    whole = sum(source["weight"] or 0 for source in sources)
+    for source in sources:
+        if source["samples"]:
+            epochs = step * samples * source["weight"] / whole / source["samples"]
+            named = f" of {source['name']}" if source["name"] else ""
+            seen.append(f"{epochs:.3g} epochs of {source['samples']:,} samples{named}")
+    entries.append(["seen", ", ".join(seen)])
+    held_out = sum(source["held_out"] for source in sources)
+    return [*entries, ["held-out rows", f"{held_out:,}" if held_out else "none"]]
+
+
 def results_of(lines):
     """Return (what, metric, values) of all that evaluations measured, tasks included."""
-    names = dict(MEASURED)
+    keys = {}
     for line in lines:
-        for key in line:
-            is_task = key.startswith("eval/") and key.endswith(("_acc", "_pass@1"))
-            if is_task:
-                names.setdefault(key, key.removeprefix("eval/"))
-            for metric, text in MEASURED.items():
-                # of one of several teachers, or of a source of a mixture
-                own = metric.removeprefix("eval")
-                if key.startswith(f"{metric}/"):
-                    names.setdefault(key, f"{text} ({key.removeprefix(metric + '/')})")
-                elif key.startswith("eval/") and key.endswith(own) and key != metric:
-                    names.setdefault(key, f"{text} ({key[len('eval/') : -len(own)]})")
+        keys |= line
+    names = dict(MEASURED)
+    for key in filter(lambda key: key.startswith("eval/"), keys):
+        if key.endswith(("_acc", "_pass@1")):
+            names.setdefault(key, key.removeprefix("eval/"))
+        for metric, text in MEASURED.items():
+            # of one of several teachers, or of a source of a mixture
+            end = metric.removeprefix("eval")
+            if key.startswith(f"{metric}/"):
+                names.setdefault(key, f"{text} ({key.removeprefix(metric + '/')})")
+            elif key.endswith(end) and key != metric:
+                names.setdefault(key, f"{text} ({key[len('eval/') : -len(end)]})")
     entries = []
     for key, text in names.items():
         values = [line[key] for line in lines if is_number(line.get(key))]
@@ -290,10 +288,24 @@ def results_of(lines):
     return entries
 
 
-def flags_text(cfg):
+def worse_teachers(metrics, teacher="teacher"):
+    """List what to say of teachers that the metrics of an evaluation find worse than the student.
+    """
+    student_bits = metrics.get("eval/student_bits_per_byte")
+    lines = []
+    for key, bits in metrics.items() if student_bits else ():
+        if key.startswith("eval/teacher_bits_per_byte") and bits and bits > student_bits:
+            name = key.partition("/")[2].partition("/")[2] or teacher
+            lines.append(f"teacher {name} is worse on the held-out rows than the student "
+                         f"({bits:#.4g} and {student_bits:#.4g} bits per byte)")
+    return lines
+
+
+def flags_text(cfg, is_chat=True):
     """Return the flags that differ from their defaults, as they are written on a command line."""
     words = []
-    left_out = {*LEFT_OUT, "steps"} if cfg.epochs else LEFT_OUT  # epochs say how many there are
+    # epochs say how many steps there are; no text has a date
+    left_out = {*LEFT_OUT, *["steps"] * bool(cfg.epochs), *["chat_date"] * (not is_chat)}
     for field in fields(Config):
         value = getattr(cfg, field.name)
         if field.name not in left_out and value != field.default:

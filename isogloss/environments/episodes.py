@@ -47,11 +47,6 @@ class Episodes:
     failed: int = 0
     failed_in_a_row: int = 0
 
-    def intention(self):
-        """Say how it goes on, behind how many tokens the student writes."""
-        return (f" in each of up to {self.options['max_turns']} turns with "
-                f"{self.options['function']}")
-
     def begin(self, prompts, starts):
         """Begin an episode for each prompt; return the `rollout.Prompt`s of their first turns.
 

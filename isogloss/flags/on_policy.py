@@ -65,3 +65,14 @@ class EnvironmentOptions:
         if not self.function.strip():
             raise ValueError("function: is empty; expected calculator, python, "
                              "package.module:function or file.py:function")
+
+
+def intention(cfg):
+    """Say how much of the samples the student writes, and by what."""
+    by = {"student": "", "vllm": ", by vLLM"}.get(cfg.writer, ", by a process")
+    turns = " each"
+    if cfg.environment:
+        its = read_options(cfg, "environment")
+        turns = f" in each of up to {its['max_turns']} turns with {its['function']}"
+    return (f"the student writes {cfg.on_policy:.0%} of the samples, up to {cfg.rollout_tokens} "
+            f"tokens{turns}{by}")

@@ -23,17 +23,27 @@ from transformers import TrainingArguments
 
 from isogloss import tokenizer_files
 from isogloss.align import TokenTable
+from isogloss.checkpoints.model_card import worse_teachers
 from isogloss.config import Config, template_kwargs
 from isogloss.data.batch import Collator, PairOptions
+from isogloss.data.ends import all_ends
 from isogloss.data.mixture import SourceOptions
 from isogloss.data.order import ExampleReader
 from isogloss.data.sample import TextEncoder
+from isogloss.evaluation.evaluate import (
+    EvaluationSums,
+    ModelSums,
+    PairSums,
+    evaluation_terms,
+    metrics_of,
+)
 from isogloss.inputs import with_common_ids
 from isogloss.job.columns import to_device
+from isogloss.losses import next_token_cross_entropy
 from isogloss.models.pretrained import load_model
 from isogloss.objective.objective import LossTerms
 from isogloss.several_teachers import loss_flags
-from isogloss.targets import TeacherSetup, teacher_parts
+from isogloss.targets import SpellingIds, TeacherSetup, teacher_parts
 from isogloss.teachers.engines.whole import ModelTeacher, WholeModel
 from isogloss.teachers.model import ModelSpec
 from isogloss.tiles import StoredLogits, head_of
@@ -80,6 +90,7 @@ class Distillation:
             teacher = load_model("teacher", teacher, dtype="auto")
         if hasattr(teacher, "get_base_model"):  # of peft: the adapter's layers are in there
             teacher = teacher.get_base_model()
+        self.teacher_name = getattr(teacher.config, "name_or_path", "") or "teacher"
         self.model = teacher.eval().requires_grad_(False)
         context = getattr(teacher.config.get_text_config(), "max_position_embeddings", 0)
         lengths = self.cfg.max_length, self.cfg.teacher_max_length or context or 2**31
@@ -96,7 +107,8 @@ class Distillation:
         self.to(teacher.device)
         pair = PairOptions(self.encoder, self.setup.loss.spelling,
                            half_life=self.cfg.token_half_life)
-        self.collator = Collator(self.student, [pair], self.cfg.train_on, self.cfg.aligner)
+        self.collator = Collator(self.student, [pair], self.cfg.train_on, self.cfg.aligner,
+                                 marks_text=True)
 
     def to(self, device):
         """Move the teacher and the tables of the loss to a device."""
@@ -112,6 +124,8 @@ class Distillation:
         spec = ModelSpec(path="teacher", vocab=vocab, device=self.device)
         self.setup = TeacherSetup.of(
             "teacher", cfg, self.encoder, spec, student=self.student, device=self.device)
+        self.setup.spelling_ids = SpellingIds.of(
+            self.student.table, self.encoder.table, self.device)
         self.setup.source = ModelTeacher(
             WholeModel(model), head_of(model, vocab), spec, "replicated", 0)
 
@@ -161,6 +175,40 @@ class Distillation:
         student = StoredLogits(logits[..., : len(self.student.table)].flatten(0, 1))
         loss, sums = LossTerms([part]).reduce(student)
         return loss, sums[0, :2]
+
+
+    @torch.no_grad()
+    def measure(self, logits, batch):
+        """Return what an evaluation adds up of a held-out batch, (n,) float64.
+
+        They are the cross-entropy in nats, its labels, and the numbers of EvaluationSums.
+        """
+        with torch.autocast(logits.device.type, enabled=False):
+            self.to(logits.device)
+            moved = to_device(batch["batch"], self.device)
+            logits = logits[..., : len(self.student.table)].flatten(0, 1)
+            ce, _ = next_token_cross_entropy(logits[None], moved.student.labels.flatten()[None])
+            sums = evaluation_terms(moved, [self.setup], None).reduce(StoredLogits(logits))
+        text = torch.tensor([float(ce), moved.counts.ce_tokens], dtype=torch.float64)
+        return torch.cat([text, sums])
+
+    def measured(self, sums):
+        """Return the metrics of what `measure` adds up of held-out batches."""
+        ce, num_labels, *numbers = sums.tolist()
+        empty = EvaluationSums(teachers=[ModelSums()], pairs=[PairSums.of(self.setup)])
+        student, [teacher] = metrics_of(empty.with_numbers(numbers), [self.setup])
+        metrics = {"ce": ce / num_labels if num_labels else None, "kd": teacher["kd"],
+                   "bits_per_byte": student["student_bits_per_byte"],
+                   "teacher_bits_per_byte": teacher["teacher_bits_per_byte"]}
+        return {name: value for name, value in metrics.items() if value is not None}
+
+    def teach_ends(self, model):
+        """Let a student stop where it learns to end texts and turns, beside where it did before."""
+        generation = getattr(model, "generation_config", None)
+        if generation is not None:
+            encoder = replace(self.student, generation={"eos_token_id": generation.eos_token_id})
+            ends = all_ends(encoder)
+            generation.eos_token_id = ends[0] if len(ends) == 1 else ends
 
 
 def config_of(flags):
@@ -223,72 +271,133 @@ def _settings_of(arguments, options):
     return settings
 
 
+def weight_of_routers(config):
+    """Return the weight of a mixture's load-balancing loss, where its config asks for it; else 0.
+
+    TRL lets it ask by its own setting, transformers as the model was published.
+    """
+    config = config and config.get_text_config()
+    asks = getattr(config, "output_router_logits", False)
+    return float(asks and getattr(config, "router_aux_loss_coef", 0.0))
+
+
+class Distilling:
+    """Let a trainer, which stands behind it among the bases of a class, learn from a teacher.
+
+    Attributes:
+        learns_from: (teacher, teacher_tokenizer, flags) of `distilled`.
+    """
+
+    learns_from: tuple = ()
+
+    def __init__(self, *arguments, **options):
+        settings = _settings_of(arguments, options)
+        teacher, teacher_tokenizer, flags = self.learns_from
+        its_flags = dict(flags)
+        if getattr(settings, "max_length", None):
+            its_flags.setdefault("max_length", settings.max_length)
+        options["data_collator"] = lambda rows: rows  # that of a caller knows token ids alone
+        super().__init__(*arguments, **options)
+        if self.processing_class is None:
+            raise ValueError("processing_class: is missing; give the student's tokenizer")
+        tokenizer = getattr(self.processing_class, "tokenizer", self.processing_class)
+        self.distillation = Distillation(tokenizer, teacher, teacher_tokenizer, **its_flags)
+        self.data_collator = self.distillation.collate
+        self.distillation.teach_ends(self.model)
+        self.router_weight = weight_of_routers(getattr(self.model, "config", None))
+        self.held_out = None
+        self.has_compared = False
+        self.loss_is_scaled_for_ga = True  # by the terms of all micro-batches
+        self.terms = None
+        # sums since the last log, which stay on the device, and terms
+        self.seen = torch.zeros(2, dtype=torch.float64, device=self.args.device)
+        self.seen_terms = [0, 0]
+
+    # as a whole: unsloth has another one in the Trainer, which counts labels itself
+    def get_batch_samples(self, epoch_iterator, num_batches, device):
+        batch_samples = list(islice(epoch_iterator, num_batches))
+        self.terms = count_terms(*batch_samples)
+        if self.args.world_size > 1:
+            terms = torch.tensor([self.terms], dtype=torch.float64, device=device)
+            self.terms = self.accelerator.gather(terms).sum(0).tolist()
+        if batch_samples and not min(self.terms):
+            warnings.warn("a step has {:.0f} tokens to learn and {:.0f} terms of the "
+                          "distillation loss".format(*self.terms), stacklevel=2)
+        return batch_samples, torch.tensor(self.terms[0], device=device)
+
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        trains = num_items_in_batch is not None
+        outputs = self.read(model, inputs)
+        loss, sums = self.distillation.loss(
+            outputs.logits, inputs, self.terms if trains else None,
+            self.accelerator.num_processes if trains else 1.0)
+        if trains:
+            self.seen += sums.double()
+            self.seen_terms = [seen + count for seen, count in
+                               zip(self.seen_terms, count_terms(inputs))]
+            if self.router_weight:  # a mean of a micro-batch, as its model has it
+                steps = self.current_gradient_accumulation_steps
+                loss = loss + self.router_weight * outputs.aux_loss / steps
+        return (loss, outputs) if return_outputs else loss
+
+    def read(self, model, batch):
+        arguments = self.distillation.inputs(batch, self.args.device)
+        if self.router_weight:  # padding chooses no expert
+            is_text = batch["batch"].student.is_text.to(self.args.device)
+            arguments |= {"output_router_logits": True, "attention_mask": is_text.long()}
+        return model(**arguments)
+
+    def prediction_step(self, model, inputs, prediction_loss_only, ignore_keys=None):
+        with torch.no_grad():
+            sums = self.distillation.measure(self.read(model, inputs).logits, inputs)
+        self.held_out = sums if self.held_out is None else self.held_out + sums
+        return self.loss_of(self.distillation.measured(sums)), None, None
+
+    def loss_of(self, metrics):
+        cfg = self.distillation.cfg
+        loss = cfg.ce_weight * metrics.get("ce", 0) + cfg.kd_weight * metrics.get("kd", 0)
+        return torch.tensor(loss, device=self.args.device)
+
+    # a row that accelerate repeats to fill up the last batch of all ranks counts twice
+    def evaluation_loop(self, *arguments, metric_key_prefix="eval", **options):
+        self.held_out = None
+        output = super().evaluation_loop(
+            *arguments, metric_key_prefix=metric_key_prefix, **options)
+        sums = self.accelerator.gather(self.held_out[None].to(self.args.device)).sum(0)
+        metrics = self.distillation.measured(sums)
+        metrics["loss"] = float(self.loss_of(metrics))
+        for name, value in metrics.items():
+            output.metrics[f"{metric_key_prefix}_{name}"] = value
+        if not self.has_compared and self.is_world_process_zero():
+            bits = {"eval/student_bits_per_byte": metrics.get("bits_per_byte"),
+                    "eval/teacher_bits_per_byte": metrics.get("teacher_bits_per_byte")}
+            for worse in worse_teachers(bits, self.distillation.teacher_name):
+                warnings.warn(worse, stacklevel=2)
+        self.has_compared = True
+        return output
+
+    def log(self, logs, *arguments, **options):
+        if "loss" in logs:  # on all ranks
+            seen = torch.cat([self.seen, self.seen.new_tensor(self.seen_terms)])
+            ce, kd, num_ce, num_kd = self.accelerator.gather(seen[None]).sum(0).tolist()
+            logs |= {"ce": ce / max(num_ce, 1), "kd": kd / max(num_kd, 1)}
+            self.seen.zero_()
+            self.seen_terms = [0, 0]
+        super().log(logs, *arguments, **options)
+
+
 def distilled(trainer_class, teacher, teacher_tokenizer=None, **flags):
     """Return a subclass of the Trainer of transformers, or of TRL's SFTTrainer, with a teacher.
 
     Its loss is ce_weight * cross-entropy + kd_weight * distillation loss, each a mean over all
-    micro-batches of a step and all ranks; both are logged as `ce` and `kd`.  It is made as its base
-    class is, with `args`; what that does to prepare texts is left to `Distillation.collate`.
+    micro-batches of a step and all ranks; both are logged as `ce` and `kd`, of an evaluation as
+    `eval_ce` and `eval_kd`, with bits per byte of both models.  What a mixture asks for its
+    routers is added.  It is made as its base class is, with `args`; what that does to prepare texts
+    is left to `Distillation.collate`.
 
     Args:
         teacher, teacher_tokenizer, flags: see `Distillation`; max_length is SFTConfig's unless
             given.
     """
-    class Distilled(trainer_class):
-        def __init__(self, *arguments, **options):
-            settings = _settings_of(arguments, options)
-            its_flags = dict(flags)
-            if getattr(settings, "max_length", None):
-                its_flags.setdefault("max_length", settings.max_length)
-            options["data_collator"] = lambda rows: rows  # that of a caller knows token ids alone
-            super().__init__(*arguments, **options)
-            if self.processing_class is None:
-                raise ValueError("processing_class: is missing; give the student's tokenizer")
-            tokenizer = getattr(self.processing_class, "tokenizer", self.processing_class)
-            self.distillation = Distillation(tokenizer, teacher, teacher_tokenizer, **its_flags)
-            self.data_collator = self.distillation.collate
-            self.loss_is_scaled_for_ga = True  # by the terms of all micro-batches
-            self.terms = None
-            # sums since the last log, which stay on the device, and terms
-            self.seen = torch.zeros(2, dtype=torch.float64, device=self.args.device)
-            self.seen_terms = [0, 0]
-
-        # as a whole: unsloth has another one in the Trainer, which counts labels itself
-        def get_batch_samples(self, epoch_iterator, num_batches, device):
-            batch_samples = list(islice(epoch_iterator, num_batches))
-            self.terms = count_terms(*batch_samples)
-            if self.args.world_size > 1:
-                terms = torch.tensor([self.terms], dtype=torch.float64, device=device)
-                self.terms = self.accelerator.gather(terms).sum(0).tolist()
-            if batch_samples and not min(self.terms):
-                warnings.warn("a step has {:.0f} tokens to learn and {:.0f} terms of the "
-                              "distillation loss".format(*self.terms), stacklevel=2)
-            return batch_samples, torch.tensor(self.terms[0], device=device)
-
-        def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
-            trains = num_items_in_batch is not None
-            outputs = model(**self.distillation.inputs(inputs, self.args.device))
-            loss, sums = self.distillation.loss(
-                outputs.logits, inputs, self.terms if trains else None,
-                self.accelerator.num_processes if trains else 1.0)
-            if trains:
-                self.seen += sums.double()
-                self.seen_terms = [seen + count for seen, count in
-                                   zip(self.seen_terms, count_terms(inputs))]
-            return (loss, outputs) if return_outputs else loss
-
-        def prediction_step(self, model, inputs, prediction_loss_only, ignore_keys=None):
-            with torch.no_grad():
-                return self.compute_loss(model, inputs).detach(), None, None
-
-        def log(self, logs, *arguments, **options):
-            if "loss" in logs:  # on all ranks
-                seen = torch.cat([self.seen, self.seen.new_tensor(self.seen_terms)])
-                ce, kd, num_ce, num_kd = self.accelerator.gather(seen[None]).sum(0).tolist()
-                logs |= {"ce": ce / max(num_ce, 1), "kd": kd / max(num_kd, 1)}
-                self.seen.zero_()
-                self.seen_terms = [0, 0]
-            super().log(logs, *arguments, **options)
-
-    Distilled.__name__ = f"Distilled{trainer_class.__name__}"
-    return Distilled
+    attributes = {"learns_from": (teacher, teacher_tokenizer, flags)}
+    return type(f"Distilled{trainer_class.__name__}", (Distilling, trainer_class), attributes)

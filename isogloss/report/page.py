@@ -7,6 +7,7 @@ import base64
 import html
 import json
 import os
+import shlex
 import sys
 import tempfile
 from importlib.util import find_spec
@@ -29,6 +30,10 @@ from isogloss.models.pretrained import load_config, load_model
 from isogloss.projection_tools.tokenizers import load_tokenizer, reason_of
 from isogloss.report.text import pieces_of
 
+# of the runs, in their order, as matplotlib has them
+COLORS = ("#1f77b4 #ff7f0e #2ca02c #d62728 #9467bd #8c564b #e377c2 #7f7f7f #bcbd22 "
+          "#17becf").split()
+TO = "\N{NO-BREAK SPACE}→\N{NO-BREAK SPACE}"
 FULL = 4.0  # bits of difference that have the full color
 STRONG = 2.0  # those that are bold or slanted where a page has no colors
 STYLE = """
@@ -37,12 +42,15 @@ STYLE = """
   :root { --ink: #e8e8e8; --faint: #999; --line: #444; --page: #161616; } }
 body { font: 16px/1.5 system-ui, sans-serif; color: var(--ink); background: var(--page);
   max-width: 70rem; margin: 0 auto; padding: 1rem; }
-h1 { font-size: 1.5rem; } h2 { font-size: 1.15rem; margin-top: 2.5rem; }
+h1 { font-size: 1.5rem; } h2 { font-size: 1.15rem; margin-top: 2.5rem; } h3 { font-size: 1rem; }
 table { border-collapse: collapse; display: block; overflow-x: auto; }
 td, th { text-align: left; padding: .2rem .8rem .2rem 0; border-bottom: 1px solid var(--line);
   font-variant-numeric: tabular-nums; }
 .pictures { display: flex; flex-wrap: wrap; gap: .5rem; }
 img { width: min(100%, 22rem); background: #fff; border-radius: 6px; }
+.columns { display: flex; flex-wrap: wrap; gap: 0 1.5rem; }
+.columns > div { flex: 1 1 18rem; min-width: 0; }
+.columns .text { max-height: 20rem; overflow-y: auto; }
 .text { white-space: pre-wrap; overflow-wrap: anywhere; border-left: 3px solid var(--line);
   padding-left: .8rem; margin: 1rem 0; line-height: 1.9; }
 .text a { border-radius: 3px; padding: .1em 0; } .apart { color: var(--faint); }
@@ -77,6 +85,7 @@ def main(folders, args):
 def sections_of(folders, args):
     """Return (title of the page, list of its sections) of {name: folder of a run}."""
     runs = {}
+    records = {}
     sections = []
     for name, folder in folders.items():
         runs[name] = []
@@ -86,19 +95,24 @@ def sections_of(folders, args):
             if not any(folder.glob("run*.json")):  # it is no run
                 raise
             sections.append(absent(f"results and curves of {name}", error))
-    sections += [part("table of results", table_of_runs, runs), part("curves", curves, runs, args)]
-    name, folder = next(iter(folders.items()))
-    step = runs[name][-1]["step"] if runs[name] else None
-    try:
-        record, cfg = read_record(folder, step)
-        name = title(cfg)
-    except ValueError as error:
-        sections.append(absent("setting and no text in colors", error))
-        return name, [*sections, part("samples", samples, folder)]
-    if args.rows:
-        sections.append(part("text in colors", colored_text, folder, cfg, args))
-    sections.append(part("samples", samples, folder))
-    return name, [*sections, part("setting", setting, record, cfg, step)]
+    colors = {name: COLORS[number % len(COLORS)] for number, name in enumerate(runs)}
+    sections += [part("table of results", table_of_runs, runs, colors),
+                 part("curves", curves, runs, args, colors)]
+    for number, (name, folder) in enumerate(folders.items()):
+        try:
+            records[name] = read_record(folder, runs[name][-1]["step"] if runs[name] else None)
+        except ValueError as error:
+            sections.append(absent(f"setting of {name}" + " and no text in colors" * (not number),
+                                   error))
+    first = next(iter(folders))
+    if args.rows and first in records:
+        sections.append(part(
+            "text in colors", colored_text, folders[first], records[first][1], args))
+    sections.append(part("samples", samples, folders, colors))
+    if records:
+        sections.append(part("setting", settings, records, runs, colors))
+    titles = dict.fromkeys(title(cfg) for _, cfg in records.values())
+    return "; ".join(titles) or ", ".join(folders), sections
 
 
 def part(what, make, *arguments):
@@ -116,28 +130,53 @@ def absent(what, error):
     return f"<p class=note>{html.escape(line[0].upper() + line[1:])}</p>"
 
 
-def table(rows):
-    """Return a table, whose first row is its head."""
-    lines = []
-    for number, row in enumerate(rows):
-        kind = "td" if number else "th"
-        cells = [f"<{kind}>{html.escape(str(cell))}</{kind}>" for cell in row]
-        lines.append(f"<tr>{''.join(cells)}</tr>")
-    return f"<table>{''.join(lines)}</table>"
+def table(rows, colors=()):
+    """Return a table, whose first row is its head, and its first column names what a row has.
+
+    Args:
+        colors: {run: color}, of the runs in the head that get a dot; (): none.
+    """
+    head, *rows = rows
+    lines = ["".join(f"<th>{dot(cell, colors)}{html.escape(cell)}</th>" for cell in head)]
+    for row in rows:
+        lines.append("".join(f"<td>{html.escape(str(cell))}</td>" for cell in row))
+    return f"<table><tr>{'</tr><tr>'.join(lines)}</tr></table>"
 
 
-def table_of_runs(runs):
-    """Return what each run measured, first and last."""
-    rows = [["run", "what", "before", "last"]]
+def dot(name, colors):
+    """Return a dot in the color of a run, as its curves have it; nothing where it is alone."""
+    return f'<b style="color:{colors[name]}">●</b> ' if name in colors and len(colors) > 1 else ""
+
+
+def by_column(entries_of_runs):
+    """Return the rows of a table that has a column for each run.
+
+    Args:
+        entries_of_runs: {run: {what a row has: its text}}.
+    """
+    labels = {}
+    for entries in entries_of_runs.values():
+        labels |= dict.fromkeys(entries)
+    rows = [["", *entries_of_runs]]
+    for label in labels:
+        rows.append([label, *(entries.get(label, "–") for entries in entries_of_runs.values())])
+    return rows
+
+
+def table_of_runs(runs, colors):
+    """Return what each run measured, first and last, the runs side by side."""
+    measured = {}
     for name, lines in runs.items():
-        for text, _, values in results_of(lines):
-            rows.append([name, text, f"{values[0]:.4g}", f"{values[-1]:.4g}"])
-    if len(rows) == 1:
+        measured[name] = {text: f"{values[0]:#.4g}{TO}{values[-1]:#.4g}"
+                          for text, _, values in results_of(lines)}
+    if not any(measured.values()):
         return "<p class=note>No evaluation yet.</p>"
-    return f"<h2>Held-out results</h2>{table(rows)}"
+    rows = by_column(measured)
+    rows[0][0] = "before training → last"
+    return f"<h2>Held-out results</h2>{table(rows, colors)}"
 
 
-def curves(runs, args):
+def curves(runs, args, colors):
     """Return a picture of each metric; --png gets one of all."""
     metrics = [name for name in args.metrics.split(",") if name]
     if args.metrics == DEFAULT:
@@ -146,21 +185,33 @@ def curves(runs, args):
     if panels and not find_spec("matplotlib"):
         raise ValueError("matplotlib draws them and is not installed; pip install matplotlib")
     if panels and args.png:
-        picture(panels, args.png)
+        picture(panels, args.png, colors)
         print(args.png)
     drawn = []
     for panel in panels:
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder) / "curve.svg"
-            picture([panel], path)
+            picture([panel], path, colors)
             code = base64.b64encode(path.read_bytes()).decode()
         drawn.append(f'<img alt="{html.escape(panel.metric)}" src="data:image/svg+xml;base64,'
                      f'{code}">')
     return f"<h2>Curves</h2><div class=pictures>{''.join(drawn)}</div>" if drawn else ""
 
 
-def samples(folder):
-    """Return what the student wrote at the first and at the last evaluation."""
+def samples(folders, colors):
+    """Return what the students wrote, in a column for each run."""
+    columns = []
+    for name, folder in folders.items():
+        what = f"samples of {name}" if len(folders) > 1 else "samples"
+        columns.append(part(what, samples_of, name, folder, colors))
+    if not any(columns):
+        return ""
+    divisions = "".join(f"<div>{column}</div>" for column in columns if column)
+    return f"<h2>What the student writes</h2><div class=columns>{divisions}</div>"
+
+
+def samples_of(name, folder, colors):
+    """Return what a student wrote at the last evaluation, and of a run alone at the first."""
     path = folder / "samples.jsonl"
     if path.exists() and not path.is_file():
         raise ValueError(f"{path} is no file")
@@ -174,11 +225,10 @@ def samples(folder):
         bad = len(lines) - len(records)
         parts.append(absent(f"more samples than {len(records)}", ValueError(
             f"{bad} of {len(lines)} lines of {path} are no samples of a run")))
-    if not records:
-        return "".join(parts)
-    parts.append("<h2>What the student writes</h2>")
-    for step in sorted({records[0]["step"], records[-1]["step"]}):
-        parts.append(f"<h3>step {step}</h3>")
+    is_alone = len(colors) == 1
+    for step in sorted({record["step"] for record in records[:is_alone] + records[-1:]}):
+        head = f"step {step}" if is_alone else f"{name}, step {step}"
+        parts.append(f"<h3>{dot(name, colors)}{html.escape(head)}</h3>")
         for record in records:
             if record["step"] == step:
                 parts.append(f"<p class=text><em class=apart>{html.escape(record['prompt'])}"
@@ -196,10 +246,33 @@ def sample_of(line):
     return record if kinds == (int, str, str) else None
 
 
-def setting(record, cfg, step):
-    rows = [["setting", ""], *facts(record, cfg, "?" if step is None else step)]
-    return (f"<h2>Setting</h2>{table(rows)}<h3>Flags that differ from their defaults</h3>"
-            f"<pre>{html.escape(flags_text(cfg).strip())}</pre>")
+def settings(records, runs, colors):
+    """Return how the runs were made: in columns what differs between them, and what does not once.
+
+    Args:
+        records: {run: (record, Config)}; runs: {run: lines of metrics}.
+    """
+    entries_of_runs = {}
+    for name, (record, cfg) in records.items():
+        step = runs[name][-1]["step"] if runs[name] else 0
+        entries = {}
+        for label, value in facts(record, cfg, step, runs[name]):
+            entries[label] = f"{entries[label]}; {value}" if label in entries else str(value)
+        is_chat = any(source["chats"] for source in record.get("sources", ()))
+        words = shlex.split(flags_text(cfg, is_chat))
+        entries_of_runs[name] = entries | dict(zip(words[::2], words[1::2]))
+    head, *rows = by_column(entries_of_runs)
+    different = [row for row in rows if len(set(row[1:])) > 1]
+    same = [row[:2] for row in rows if len(set(row[1:])) == 1]
+    flags = shlex.join(word for row in same if row[0].startswith("--") for word in row)
+    parts = ["<h2>Setting</h2>"]
+    if different:
+        parts.append(table([["what differs (–: default, or none)", *head[1:]], *different], colors))
+        parts.append("<h3>The same in all runs</h3>")
+    parts.append(table([["", ""], *(row for row in same if not row[0].startswith("--"))]))
+    parts.append("<h3>Flags that differ from their defaults</h3>"
+                 f"<pre>{html.escape(flags or 'none')}</pre>")
+    return "".join(parts)
 
 
 # --- held-out text --------------------------------------------------------------------------------

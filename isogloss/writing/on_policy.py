@@ -141,14 +141,6 @@ class Writer:
 
     # what the terminal shows
 
-    def intention(self):
-        """Say how much is written, and by what."""
-        cfg = self.cfg
-        by = f", by {cfg.writer if cfg.writer == 'vllm' else 'a process'}" if self.elsewhere else ""
-        turns = self.episodes.intention() if self.episodes else " each"
-        return (f"the student writes {cfg.on_policy:.0%} of the samples, up to "
-                f"{cfg.rollout_tokens} tokens{turns}{by}")
-
     def summary(self, metrics):
         """Return what the line of an evaluation says of its rollouts; "" where it wrote none."""
         repeated = metrics.get("eval/rollout/repeated_4grams")
