@@ -5,6 +5,7 @@ installation inside it.  Both ways they are `isogloss.losses`, `isogloss.align`,
 one name in a process.
 """
 
+import logging
 from pathlib import Path
 
 __version__ = "0.2.0"
@@ -12,6 +13,11 @@ __version__ = "0.2.0"
 _HERE = Path(__file__).resolve().parent
 if not (_HERE / "losses.py").exists():  # a checkout
     __path__.append(str(_HERE.parent))
+
+# what they say on import where there is no GPU
+OF_A_CPU = "Setting accelerator to CPU", "No CUDA runtime is found"
+for _name in ("DeepSpeed", "torch.utils.cpp_extension"):
+    logging.getLogger(_name).addFilter(lambda record: not str(record.msg).startswith(OF_A_CPU))
 
 
 def __getattr__(name):
