@@ -130,6 +130,8 @@ def timed_metrics(report, begin, end):
     seconds = begin.seconds_until(end)
     state.waiting.note(metrics, seconds)
     speed = speed_metrics(state.student.num_parameters, state.device, metrics["tokens"], seconds)
+    if state.device.type == "cpu":
+        speed["processor_seconds"] = end.processor_time - begin.processor_time
     return metrics | speed
 
 
