@@ -14,10 +14,9 @@ _HERE = Path(__file__).resolve().parent
 if not (_HERE / "losses.py").exists():  # a checkout
     __path__.append(str(_HERE.parent))
 
-# what they say on import where there is no GPU
-OF_A_CPU = "Setting accelerator to CPU", "No CUDA runtime is found"
-for _name in ("DeepSpeed", "torch.utils.cpp_extension"):
-    logging.getLogger(_name).addFilter(lambda record: not str(record.msg).startswith(OF_A_CPU))
+for _name in ("DeepSpeed", "torch.utils.cpp_extension"):  # no news where there is no GPU
+    logging.getLogger(_name).addFilter(lambda record: not str(record.msg).startswith(
+        ("Setting accelerator to CPU", "No CUDA runtime is found")))
 
 
 def __getattr__(name):

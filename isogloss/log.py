@@ -28,20 +28,6 @@ from isogloss.job.files import write_atomically
 from isogloss.job.watch import print_line
 from isogloss.projection_tools.tokenizers import reason_of
 
-
-def speed_metrics(num_parameters, device, tokens, seconds):
-    """Return seconds, tokens per second and, where the device's peak is known, its utilization.
-
-    Args:
-        num_parameters: of the student.
-        tokens: of the student, in the step on all ranks.
-    """
-    device_name = torch.cuda.get_device_name() if device.type == "cuda" else "cpu"
-    metrics = {"seconds": seconds, "tokens_per_second": tokens / seconds}
-    num_ranks = dist.get_world_size()
-    return metrics | utilization(device_name, num_parameters, tokens, seconds, num_ranks)
-
-
 NOTHING_TAUGHT = "no step so far has a term of the distillation loss"
 WHERE_TO_LOOK = ("see aligned_bytes, skipped_chats and cut_before_labels, and what the rows and "
                  "--teacher_max_length leave for a teacher to read")
