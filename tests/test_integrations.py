@@ -140,7 +140,7 @@ def test_the_page_runs_as_it_stands(chat_models, expected, tmp_path, monkeypatch
     """With small models in the places of the hub's, and few steps."""
     monkeypatch.chdir(tmp_path)
     Path("chats.jsonl").write_text("\n".join(map(json.dumps, expected["messages"][0])))
-    code = blocks()[title].replace("max_steps=100", "max_steps=2, use_cpu=True, report_to='none'")
+    code = blocks()[title].replace("max_steps=100", "max_steps=2, report_to='none'")
     for name, path in zip(("HuggingFaceTB/SmolLM2-135M-Instruct", "Qwen/Qwen3-8B"), chat_models):
         assert name in code
         code = code.replace(name, path)
