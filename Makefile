@@ -47,6 +47,10 @@ gpu-pack: .venv/installed-dev
 test-vllm: .venv/installed-dev .venv-vllm/installed
 	ISOGLOSS_VLLM=$(CURDIR)/.venv-vllm/bin/python .venv/bin/python -m pytest -q tests/test_vllm.py
 
+# what a newcomer types, in fresh processes; of FLOWS those whose names begin so
+flows: .venv/installed-dev
+	.venv/bin/python tests/flows.py $(FLOWS)
+
 lint: .venv/installed-dev
 	.venv/bin/ruff check .
 	.venv/bin/mypy
@@ -88,4 +92,4 @@ docs: .venv/installed-docs
 clean:
 	rm -rf .venv .venv-vllm site .cache runs .pytest_cache .ruff_cache .mypy_cache .hypothesis
 
-.PHONY: demo docs gpu-day gpu-pack test test-fast test-gpu test-vllm transfer lint clean
+.PHONY: demo docs flows gpu-day gpu-pack test test-fast test-gpu test-vllm transfer lint clean

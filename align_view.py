@@ -158,8 +158,9 @@ USAGE = """usage: python align.py --student A --teacher B --show TEXT [--html PA
 A, B: hub id, directory or tokenizer.json; PAGE: file to write, beside what is printed"""
 
 
-def main(argv):
+def main(argv=None):
     """Show how two tokenizers cut a text."""
+    argv = sys.argv[1:] if argv is None else argv
     if argv in (["--help"], ["-h"]):
         print(USAGE)
         return

@@ -5,11 +5,11 @@
 The demo makes everything here and downloads nothing.  The corpus is stories that a few sentences
 with slots tell.  Two tokenizers of different kinds are trained on it.  The ordinary `deepspeed
 distill.py` trains a small teacher for each, and four students, from the same weights on the same
-data: without a teacher, by two distillation losses, and from the teacher with their own tokenizer.
-What two of them write stands below one another.
+data: by distillation, from the teacher with their own tokenizer, and without a teacher, for as many
+steps and for as long.  What two of them write stands below one another.
 
-On a CPU two jobs run side by side, a rank with half of the cores each.  Seconds are of such a rank,
-whose neighbor may be idle at last.  examples/demo_report.py shows what came out.
+On a CPU two jobs run side by side, a rank with half of the cores each.  Seconds are those of its
+processors, which a neighbor changes little.  examples/demo_report.py shows what came out.
 """
 
 import contextlib
@@ -19,6 +19,7 @@ import json
 import os
 import platform
 import random
+import re
 import shutil
 import subprocess
 import sys
@@ -29,7 +30,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from examples import demo_report
-from examples.demo_report import EQUAL_TOKENIZERS, NO_TEACHER
+from examples.demo_report import AS_LONG, EQUAL_TOKENIZERS, NO_TEACHER
 from isogloss import align_view
 from isogloss.command import with_free_port
 from isogloss.flags.terminal import guard_terminal, unguarded
@@ -63,8 +64,8 @@ NUM_EVALUATIONS = 4  # of a student, after the one before its first step
 ARMS = {
     NO_TEACHER: {"kd_weight": 0},
     "piece_kl": {"loss": "piece_kl", "kd_weight": 4},
-    "alm": {"loss": "alm", "kd_weight": 1},
     EQUAL_TOKENIZERS: {"loss": "forward_kl", "kd_weight": 4},
+    AS_LONG: {"kd_weight": 0},
 }
 
 WRITERS = NO_TEACHER, "piece_kl"  # the arms whose students write at last
@@ -394,17 +395,23 @@ def launch(ranks, flags, log, threads):
 
 def train_arms(folder, seeds, layout):
     """Train the students of all arms; return their Runs in the order of ARMS."""
-    arms = [(arm, seed) for arm in ARMS for seed in seeds]
-    return side_by_side(lambda arm: distill(folder, layout, *arm), arms, layout)
+    def train_all(steps_of_arms):
+        jobs = [(arm, seed, steps) for arm, steps in steps_of_arms.items() for seed in seeds]
+        return side_by_side(lambda job: distill(folder, layout, *job), jobs, layout)
 
-
-def distill(folder, layout, arm, seed):
-    """Train one student by the command line and return its Run."""
     steps = DISTILL["steps"]
+    runs = train_all({NO_TEACHER: steps, "piece_kl": steps})
+    as_long = demo_report.steps_of_equal_time(runs)
+    return runs + train_all({EQUAL_TOKENIZERS: steps, AS_LONG: as_long})
+
+
+def distill(folder, layout, arm, seed, steps):
+    """Train one student by the command line and return its Run."""
     values = DISTILL | ARMS[arm] | {
         "student": folder / f"student_{seed}",
         "teacher": folder / ("equal_teacher" if arm == EQUAL_TOKENIZERS else "teacher"),
         "data": folder / "student_corpus.jsonl",
+        "steps": steps,
         "eval_every": -(-steps // NUM_EVALUATIONS),  # rounded up
         "seed": seed,
     }
@@ -418,7 +425,7 @@ def distill(folder, layout, arm, seed):
 
 
 def name_of(arm, seed):
-    return f"{arm}_{seed}".replace(" ", "_")
+    return re.sub(r"\W+", "_", f"{arm}_{seed}")
 
 
 def exported(folder, arm, seed):

@@ -113,7 +113,7 @@ def line_of(name):
 
 
 def main(models="meta-llama/Llama-3.2-1B"):
-    """Count layers of these models of recipes/architectures.yaml, with commas."""
+    """Count layers of these models of isogloss/architectures.yaml, with commas."""
     dry_gpu.print_all(map(line_of, as_list(models)))
 
 

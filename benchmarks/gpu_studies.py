@@ -1,7 +1,7 @@
 """Studies of gpu_day.py: what each measures, at the size of a card or, to rehearse, of a test.
 
 A part of a study is a function of this file and its arguments; it returns {name: figure}.  Models
-have the shapes of recipes/architectures.yaml and random weights, tokenizers are those of
+have the shapes of isogloss/architectures.yaml and random weights, tokenizers are those of
 gpu_pack.py, texts the interpreter's own documentation.  Another tokenizer and a draft are for a
 real model, SmolLM2-135M-Instruct, whose file gpu_pack.py packs in parts.
 """

@@ -2,7 +2,8 @@
 
 Bits per byte compare students whatever their loss and whoever their teacher; nats of different
 losses do not, so none are shown.  A step without a teacher takes less time, so the curves are drawn
-over steps and over seconds.  Tests: tests/test_demo.py.
+over steps and over seconds: on a CPU those of its processors, whatever else runs there.
+Tests: tests/test_demo.py.
 """
 
 import math
@@ -13,6 +14,7 @@ from isogloss import curves
 from isogloss.flags.terminal import one_line
 
 NO_TEACHER = "no teacher"  # cross-entropy alone: the baseline of every loss
+AS_LONG = "no teacher, as long"  # as the distillation by other tokenizers
 EQUAL_TOKENIZERS = "equal tokenizers"  # the teacher has the student's tokenizer
 BITS = "eval/student_bits_per_byte"
 TEACHER_BITS = "eval/teacher_bits_per_byte"
@@ -27,7 +29,8 @@ class Run:
     Attributes:
         arm: what it was trained by.
         seed: of the student's weights, the data order and dropout.
-        step_seconds: wall time of each training step; start and evaluations are no part of it.
+        step_seconds: of each training step, on a CPU of its processors; start and evaluations are
+            no part of them.
         evaluations: held-out lines of metrics.jsonl by rising step; keys as in docs/evaluate.md.
     """
 
@@ -42,12 +45,12 @@ class Run:
 
     @property
     def seconds_per_step(self):
-        """Median wall time of a step: the first ones, which load compiled code, do not count."""
+        """Median time of a step: the first ones, which load compiled code, do not count."""
         return statistics.median(self.step_seconds)
 
     @property
     def seconds(self):
-        """Wall time of all steps, each taken as the median one."""
+        """Time of all steps, each taken as the median one."""
         return self.steps * self.seconds_per_step
 
     @property
@@ -70,7 +73,7 @@ def read_run(arm, seed, folder):
         if BITS in line:
             evaluations.append(line)
         elif "seconds" in line:
-            step_seconds.append(line["seconds"])
+            step_seconds.append(line.get("processor_seconds", line["seconds"]))
     return Run(arm, seed, step_seconds, evaluations)
 
 
@@ -78,6 +81,15 @@ def by_arm(runs):
     """Return {arm: its Runs}, in the order of the runs."""
     return {arm: [run for run in runs if run.arm == arm] for arm in dict.fromkeys(
         run.arm for run in runs)}
+
+
+def steps_of_equal_time(runs):
+    """Return the steps without a teacher that take as long as those of piece_kl."""
+    arms = by_arm(runs)
+    without, distilled = [
+        statistics.fmean([run.seconds_per_step for run in arms[arm]])
+        for arm in (NO_TEACHER, "piece_kl")]
+    return round(arms["piece_kl"][0].steps * distilled / without)
 
 
 # --- numbers --------------------------------------------------------------------------------------
@@ -111,7 +123,8 @@ def table(runs):
         if arm != NO_TEACHER:
             gains = [baseline[run.seed] - run.bits for run in chosen]
             better = f"{sum(gain > 0 for gain in gains)} of {len(gains)}"
-            row[4:] = [f"{chosen[0].teacher_bits:.3f}", spread(gains, "+.3f"), better]
+            its_teacher = "" if arm == AS_LONG else f"{chosen[0].teacher_bits:.3f}"
+            row[4:] = [its_teacher, spread(gains, "+.3f"), better]
         rows.append(row[: len(rows[0])])
     return markdown_table(rows)
 
@@ -163,7 +176,8 @@ def written_by(code):
 
 # Ticks of a logarithmic axis, on which the untrained student does not flatten the others.
 BITS_TICKS = [0.3, 0.4, 0.5, 0.7, 1, 1.5, 2, 3, 4, 5, 6]
-COLORS = {NO_TEACHER: "black", EQUAL_TOKENIZERS: "tab:blue", "piece_kl": "tab:red"}
+COLORS = {NO_TEACHER: "black", AS_LONG: "darkgray", EQUAL_TOKENIZERS: "tab:blue",
+          "piece_kl": "tab:red"}
 
 
 def plot(runs, path):
@@ -180,7 +194,7 @@ def plot(runs, path):
     # half of the pixels are left on a page, where labels have to be readable
     figure, axes = pyplot.subplots(1, 2, figsize=(8, 3.6), sharey=True, constrained_layout=True)
     for arm, chosen in by_arm(runs).items():
-        color = COLORS.get(arm, "darkgray")
+        color = COLORS[arm]
         steps = [line["step"] for line in chosen[0].evaluations]
         by_step = list(zip(*[[line[BITS] for line in run.evaluations] for run in chosen]))
         per_step = statistics.fmean([run.seconds_per_step for run in chosen])
@@ -190,13 +204,13 @@ def plot(runs, path):
                       marker=".")
             axis.fill_between(places, list(map(min, by_step)), list(map(max, by_step)),
                               color=color, alpha=0.2, linewidth=0)
-            if arm in COLORS:
+            if not math.isnan(chosen[0].teacher_bits):
                 axis.axhline(chosen[0].teacher_bits, color=color, linestyle="--", linewidth=1)
     axes[0].set(xlabel="step", ylabel="held-out bits per byte", yscale="log")
     axes[0].yaxis.set_major_locator(ticker.FixedLocator(BITS_TICKS))
     axes[0].yaxis.set_major_formatter("{x:g}")
     axes[0].yaxis.set_minor_locator(ticker.NullLocator())
-    axes[1].set(xlabel="seconds of training")
+    axes[1].set(xlabel="seconds of training; on a CPU, processor time")
     axes[1].legend(title="dashed: its teacher")
     figure.savefig(path, dpi=200)
     pyplot.close(figure)

@@ -5,6 +5,7 @@ installation inside it.  Both ways they are `isogloss.losses`, `isogloss.align`,
 one name in a process.
 """
 
+import logging
 from pathlib import Path
 
 __version__ = "0.2.0"
@@ -12,6 +13,10 @@ __version__ = "0.2.0"
 _HERE = Path(__file__).resolve().parent
 if not (_HERE / "losses.py").exists():  # a checkout
     __path__.append(str(_HERE.parent))
+
+for _name in ("DeepSpeed", "torch.utils.cpp_extension"):  # no news where there is no GPU
+    logging.getLogger(_name).addFilter(lambda record: not str(record.msg).startswith(
+        ("Setting accelerator to CPU", "No CUDA runtime is found")))
 
 
 def __getattr__(name):

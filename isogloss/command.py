@@ -447,7 +447,8 @@ def tool(name=None, argv=None):
 
 
 # {command: (module, function) that reads the words of its process}
-PROGRAMS = {"distill": ("isogloss.command", "main"), "report": ("isogloss.report.__main__", "cli"),
+PROGRAMS = {"distill": ("isogloss.command", "main"), "align": ("isogloss.align_view", "main"),
+            "report": ("isogloss.report.__main__", "cli"),
             "projection": ("isogloss.projection_tools.__main__", "cli")}
 
 

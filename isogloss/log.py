@@ -29,20 +29,6 @@ from isogloss.job.files import write_atomically
 from isogloss.job.watch import print_line
 from isogloss.projection_tools.tokenizers import reason_of
 
-
-def speed_metrics(num_parameters, device, tokens, seconds):
-    """Return seconds, tokens per second and, where the device's peak is known, its utilization.
-
-    Args:
-        num_parameters: of the student.
-        tokens: of the student, in the step on all ranks.
-    """
-    metrics = {"seconds": seconds, "tokens_per_second": tokens / seconds}
-    if device.type == "cpu":
-        return metrics
-    return metrics | door("peaks").of_step(num_parameters, tokens, seconds)
-
-
 NOTHING_TAUGHT = "no step so far has a term of the distillation loss"
 WHERE_TO_LOOK = ("see aligned_bytes, skipped_chats and cut_before_labels, and what the rows and "
                  "--teacher_max_length leave for a teacher to read")

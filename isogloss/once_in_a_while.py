@@ -7,6 +7,7 @@ import operator
 import sys
 from functools import reduce
 
+import torch
 import torch.distributed as dist
 
 from isogloss.checkpoints.checkpoint import checkpoint_name, save_checkpoint
@@ -23,7 +24,7 @@ from isogloss.job.counts import global_sums
 from isogloss.job.launch import fail
 from isogloss.job.step_report import named
 from isogloss.job.watch import FAILED, current_watch, print_line
-from isogloss.log import NOTHING_TAUGHT, WHERE_TO_LOOK, speed_metrics
+from isogloss.log import NOTHING_TAUGHT, WHERE_TO_LOOK, utilization
 from isogloss.student.finite import has_finite_state
 
 
@@ -122,7 +123,7 @@ def end_if_failed(error):
 
 
 def timed_metrics(report, begin, end):
-    """Return the metrics of a step with its speed.
+    """Return the metrics of a step with its speed: tokens of the student, on all ranks.
 
     Args:
         report: StepReport; begin, end: Moments.
@@ -131,8 +132,14 @@ def timed_metrics(report, begin, end):
     metrics = report.metrics()
     seconds = begin.seconds_until(end)
     state.waiting.note(metrics, seconds)
-    speed = speed_metrics(state.student.num_parameters, state.device, metrics["tokens"], seconds)
-    return metrics | speed
+    tokens = metrics["tokens"]
+    speed = {"seconds": seconds, "tokens_per_second": tokens / seconds}
+    if state.device.type == "cpu":
+        return metrics | speed | {"processor_seconds": end.processor_time - begin.processor_time}
+    name = torch.cuda.get_device_name()
+    num_ranks = dist.get_world_size()
+    return metrics | speed | utilization(
+        name, state.student.num_parameters, tokens, seconds, num_ranks)
 
 
 def is_every(num_steps, step):

@@ -37,7 +37,7 @@ Qwen3-4B's layers (docs/log/2026-11.md, "a GPU that waits for launches"); 989 TF
 peak in bfloat16.
 
 What distill.py refuses of a layout is refused here too, by the same checks.  Sizes of models come
-from their config.json, or from recipes/architectures.yaml where there is none.
+from their config.json, or from isogloss/architectures.yaml where there is none.
 Tests: tests/test_plan.py, tests/test_plan_memory.py.
 """
 
@@ -60,7 +60,7 @@ from transformers import AutoConfig
 
 from isogloss.config import Config, configs_by_teacher
 from isogloss.flags.model_names import is_address, read_model_name
-from isogloss.flags.parse import parse_flags, shipped
+from isogloss.flags.parse import parse_flags
 from isogloss.job.layout import teacher_groups
 from isogloss.job.several.roles import Roles, check_teacher_ranks
 from isogloss.models.pretrained import config_of_weights_here
@@ -72,7 +72,7 @@ from isogloss.student.ulysses import check_sequence_layout
 from isogloss.teachers.model import checked_engine
 
 GIB = 2**30
-ARCHITECTURES = Path(shipped("recipes/architectures.yaml"))
+ARCHITECTURES = Path(__file__).with_name("architectures.yaml")
 OF_THE_GPU = 2 * GIB  # context, NCCL, fragmentation: not measured
 TABLES = 310  # bytes a token, of piece_kl's tables; measured with vocabularies of 512 and 14,019
 # Bytes a position, of piece_kl: 330 for Qwen 2 <- Llama 3, 1,280 the other way round, 1,360 for
@@ -535,14 +535,25 @@ def time_of(need, cfg, args):
 
 
 def time_line(need, cfg, args):
-    """Return the line about time; "" where some work is not counted: writing, or a server's."""
+    """Return the line about time, or why there is none: some work is not counted."""
     teachers = configs_by_teacher(cfg).values() if cfg.kd_weight else ()
-    if cfg.on_policy or cfg.epochs or any(is_address(its.teacher) for its in teachers):
-        return ""
+    if cfg.on_policy:
+        return "no hours are said: how fast the student writes is not known"
+    if any(is_address(its.teacher) for its in teachers):
+        return "no hours are said: what a server's GPUs compute is not counted"
+    if cfg.epochs:
+        return "no hours are said: how many rows --epochs reads is not known"
     seconds, speed, hours = time_of(need, cfg, args)
     return (f"{cfg.steps:,} steps of {seconds:.3g} s ({speed:,.0f} tokens a second): {hours:.3g} "
             f"hours without evaluations, if GPUs reach {args.mfu:.0%} of {args.tflops:g} TFLOP/s "
             "and sending hides behind that")
+
+
+def gain_of(need, stated):
+    """Say how much less a choice computes than what a recipe states; "" where it is not less."""
+    computed = [max(each.operations, each.beside) for each in (need, stated)]
+    saved = 1 - computed[0] / computed[1]
+    return f"; the choice trains by {saved:.0%} fewer operations" if saved > 0.005 else ""
 
 
 def main(args):
@@ -551,7 +562,7 @@ def main(args):
     num_gpus, per_node, gpu_gib = gpus_of(args)
     print(f"{args.recipe} on {num_gpus} GPUs of {gpu_gib:g} GiB, {per_node} on a node")
     stated = plan(cfg, num_gpus, per_node=per_node)
-    print(*filter(None, [*lines_of(stated, gpu_gib), time_line(stated, cfg, args)]), sep="\n")
+    print(*lines_of(stated, gpu_gib), time_line(stated, cfg, args), sep="\n")
     best = advice(choices(cfg, num_gpus, per_node), gpu_gib)
     if best is None:
         print("choose: nothing here fits; more GPUs, --teacher_offload, --sequence_parallel, a "
@@ -562,4 +573,5 @@ def main(args):
           "and recomputes least")
     stage = read_ds_config(cfg.ds_config).get("zero_optimization", {}).get("stage", 0)
     if words != words_of(cfg, stage):
-        print(f"the recipe has {words_of(cfg, stage)} ({stated.peak / GIB:.1f} GiB at most)")
+        print(f"the recipe has {words_of(cfg, stage)} ({stated.peak / GIB:.1f} GiB at most)"
+              f"{gain_of(need, stated)}")

@@ -143,7 +143,7 @@ def test_a_layer_is_compiled_inside_of_its_checkpoint(counted):
     """Backward computes it again, by the same graph, and nothing of its inside is kept."""
     model = write("llama")
     plain = copy.deepcopy(model)
-    model.gradient_checkpointing_enable({"use_reentrant": False})
+    model.activation_checkpointing_enable({"use_reentrant": False})
     compile_layers(model, "--compile true", learns=True)
     ids = torch.randint(VOCAB, (2, 30))
     kept = []

@@ -14,7 +14,7 @@ import sentencepiece
 
 from conftest import ROOT
 from examples import demo_report
-from examples.demo_report import EQUAL_TOKENIZERS, NO_TEACHER, Run
+from examples.demo_report import AS_LONG, EQUAL_TOKENIZERS, NO_TEACHER, Run
 from isogloss import curves, demo
 from jobs import launch_forked
 
@@ -77,13 +77,16 @@ def test_the_unigram_tokenizer_is_the_one_that_sentencepiece_trained(texts, toke
 # --- what is shown of the runs --------------------------------------------------------------------
 
 
+ALONE = NO_TEACHER, AS_LONG
+
+
 def run_of(arm, seed, bits, step_seconds=(0.5,), teacher=2.0):
     """Return a Run with these held-out bits per byte at evenly spread steps."""
     evaluations = []
     for number, value in enumerate(bits):
         step = number * len(step_seconds) // max(1, len(bits) - 1)
         line = {"step": step, "eval/student_bits_per_byte": value}
-        if arm != NO_TEACHER:
+        if arm not in ALONE:
             line["eval/teacher_bits_per_byte"] = teacher
         evaluations.append(line)
     return Run(arm, seed, list(step_seconds), evaluations)
@@ -104,8 +107,15 @@ def test_the_time_of_a_run_is_that_of_its_median_step():
     assert run_of("piece_kl", 0, [4, 3], [60.0] + [0.75] * 11).seconds == 9.0
 
 
+def test_steps_of_equal_time_take_as_long():
+    """By the median steps: 0.2 s without a teacher, 0.3 s with one, 40 of them."""
+    runs = [run_of(NO_TEACHER, 0, [4, 3], [9.0] + [0.2] * 39),
+            run_of("piece_kl", 0, [4, 3], [0.3] * 40)]
+    assert demo_report.steps_of_equal_time(runs) == 60  # of 0.2 s are the 12 s of 40 of 0.3 s
+
+
 def test_a_run_is_read_without_its_evaluations_in_its_time(tmp_path):
-    """A step has seconds of its own; null is what was not finite."""
+    """A step has seconds of its own, those of processors if it has them; null: not finite."""
     lines = [{"step": 0, "eval/student_bits_per_byte": 4.0},
              {"step": 1, "seconds": 2.0, "loss": 1.0}, {"step": 2, "seconds": 3.0, "loss": None},
              {"step": 2, "eval/student_bits_per_byte": None, "eval/rollout/seconds": 50.0}]
@@ -114,11 +124,14 @@ def test_a_run_is_read_without_its_evaluations_in_its_time(tmp_path):
     run = demo_report.read_run("gold", 3, path)
     assert (run.arm, run.seed, run.steps, run.seconds) == ("gold", 3, 2, 5.0)
     assert [line["step"] for line in run.evaluations] == [0, 2] and math.isnan(run.bits)
+    path.write_text(json.dumps({"step": 1, "seconds": 9.0, "processor_seconds": 2.0}))
+    assert demo_report.read_run("gold", 3, path).seconds == 2
 
 
 def test_the_table_compares_each_seed_with_its_own_baseline():
     runs = [run_of(NO_TEACHER, 0, [4, 2.7]), run_of(NO_TEACHER, 1, [4, 2.5]),
             run_of("gold", 0, [4, 2.6], [2.0]), run_of("gold", 1, [4, 2.4], [4.0]),
+            run_of(AS_LONG, 0, [4, 2.65]), run_of(AS_LONG, 1, [4, 2.55]),
             run_of(EQUAL_TOKENIZERS, 0, [4, 2.3], teacher=1.9),
             run_of(EQUAL_TOKENIZERS, 1, [4, 2.3], teacher=1.9)]
     rows = cells_of(demo_report.table(runs))
@@ -127,6 +140,7 @@ def test_the_table_compares_each_seed_with_its_own_baseline():
     assert rows[NO_TEACHER] == ["1", "0", "2.600 ± 0.141", "", "", ""]
     assert rows["gold"] == ["1", "3", "2.500 ± 0.141", "2.000", "+0.100 ± 0.000", "2 of 2"]
     assert rows[EQUAL_TOKENIZERS][3] == "1.900"
+    assert rows[AS_LONG][3:] == ["", "+0.000 ± 0.071", "1 of 2"]
     alone = cells_of(demo_report.table([run for run in runs if run.seed == 0]))
     # one seed is better or worse by chance
     assert "better" not in alone["student of"]
@@ -135,7 +149,7 @@ def test_the_table_compares_each_seed_with_its_own_baseline():
 
 def test_a_student_that_diverged_is_printed_and_drawn(tmp_path):
     runs = [run_of(arm, 0, [3.0, 2.5, math.nan]) for arm in demo.ARMS]
-    assert cells_of(demo_report.table(runs))["alm"][2:] == ["nan", "2.000", "+nan"]
+    assert cells_of(demo_report.table(runs))["piece_kl"][2:] == ["nan", "2.000", "+nan"]
     demo_report.plot(runs, tmp_path / "curves.png")
     assert (tmp_path / "curves.png").stat().st_size > 10_000
 
@@ -144,7 +158,7 @@ def test_a_student_that_diverged_is_printed_and_drawn(tmp_path):
 
 
 def shorten(monkeypatch, folder):
-    """Give the demo sizes too small to learn, and ranks of this process; return its arms."""
+    """Give the demo sizes too small to learn, and ranks of this process."""
     lock = threading.Lock()  # the real launcher starts processes, which run side by side
 
     def launch(*arguments):
@@ -155,20 +169,17 @@ def shorten(monkeypatch, folder):
                  num_key_value_heads=2, max_position_embeddings=512)
     recipe = dict(stories=200, held_out_rows=8, student_rows=40, teacher_steps=2, teacher=shape,
                   student=shape, teacher_vocab=600, student_vocab=400)
-    # text alone, one with other tokenizers, one with equal ones
-    arms = {arm: demo.ARMS[arm] for arm in (NO_TEACHER, "piece_kl", EQUAL_TOKENIZERS)}
     monkeypatch.chdir(ROOT)
-    small = {"launch": launch, "CACHE": folder / "cache", "RUNS": folder / "runs", "ARMS": arms,
+    small = {"launch": launch, "CACHE": folder / "cache", "RUNS": folder / "runs",
              "DISTILL": demo.DISTILL | {"steps": 4}, "NUM_EVALUATIONS": 2,
              "RECIPE": demo.RECIPE | recipe}
     for name, value in small.items():
         monkeypatch.setattr(demo, name, value)
-    return arms
 
 
 def test_the_demo_runs_up_to_its_last_line(tmp_path, monkeypatch, capsys):
     """Run the real recipe with sizes too small to learn; test_cli covers the launcher."""
-    arms = shorten(monkeypatch, tmp_path)
+    shorten(monkeypatch, tmp_path)
     monkeypatch.setenv("SEEDS", "0")
     demo.main()
 
@@ -179,11 +190,11 @@ def test_the_demo_runs_up_to_its_last_line(tmp_path, monkeypatch, capsys):
     assert "\nbytes 100.0%, " in printed
     folder = demo.RUNS / demo.recipe_folder().name
     rows = cells_of(printed)
-    assert [rows[arm][0] for arm in arms] == ["4"] * 3
-    assert rows[NO_TEACHER][3:] == ["", ""]
-    for name in arms:
+    assert [rows[arm][0] for arm in demo.ARMS if arm != AS_LONG] == ["4"] * 3
+    assert rows[NO_TEACHER][3:] == ["", ""] and rows[AS_LONG][3] == "" and int(rows[AS_LONG][0]) > 0
+    for name in demo.ARMS:
         assert re.fullmatch(r"\d\.\d{3}", rows[name][2]), name
-        assert name == NO_TEACHER or re.fullmatch(r"\d\.\d{3}", rows[name][3]), name
+        assert name in ALONE or re.fullmatch(r"\d\.\d{3}", rows[name][3]), name
     assert re.fullmatch(r"[+-]\d\.\d{3}", rows[EQUAL_TOKENIZERS][4])
     # the equal tokenizer is equal: a chunk has as many tokens on both sides, and nothing is lost
     metrics = curves.read_run(folder / "equal_tokenizers_0")

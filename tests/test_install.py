@@ -3,14 +3,13 @@
 import argparse
 import json
 import os
-import site
 import subprocess
 import sys
-import venv
 from importlib import metadata
 
 import pytest
 
+import flows
 from conftest import ROOT
 from isogloss import __version__
 from isogloss.command import OF_LAUNCHER, split_words, with_free_port
@@ -111,19 +110,18 @@ def installed(tmp_path_factory):
     """(folder of an environment's programs, its variables): the packages of this one, and a wheel.
     """
     pytest.importorskip("hatchling")
-    folder = tmp_path_factory.mktemp("installed")
-    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--quiet"]
-    subprocess.run([*pip, "wheel", str(ROOT), "--no-deps", "--no-build-isolation",
-                    "--wheel-dir", str(folder)], check=True)
-    wheel, = folder.glob("*.whl")
-    venv.create(folder / "env", symlinks=True)
-    packages, = (folder / "env" / "lib").glob("python*/site-packages")
-    (packages / "tested.pth").write_text("\n".join(site.getsitepackages()) + "\n")
-    programs = folder / "env" / "bin"
-    subprocess.run([*pip, "--python", str(programs / "python"), "install", "--no-deps",
-                    "--no-index", "--no-compile", str(wheel)], check=True)
+    programs = flows.install(tmp_path_factory.mktemp("installed"))
     variables = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
     return programs, variables | {"PATH": f"{programs}:{os.environ['PATH']}"}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("flow", [flow for flow in flows.FLOWS if flow.is_cheap],
+                         ids=lambda flow: flow.name)
+def test_what_a_newcomer_types_goes_at_the_first_try(installed, flow, tmp_path):
+    """Those that start no rank; `make flows` types all."""
+    trouble, _ = flows.type_flow(flow, tmp_path, installed[1], tmp_path / "log")
+    assert not trouble, (tmp_path / "log").read_text()
 
 
 def run(installed, folder, *words):

@@ -17,6 +17,7 @@ from isogloss.plan import (
     GIB,
     Need,
     advice,
+    gain_of,
     gpus_of,
     lines_of,
     plan,
@@ -207,10 +208,14 @@ def test_time_follows_from_operations(monkeypatch):
     assert time_of(need, cfg, args) == pytest.approx(expected)
     assert f": {hours:.3g} hours" in time_line(need, cfg, args)
     written = replace(cfg, on_policy=0.5, join_rows=0)
-    assert not time_line(need, written, args)
+    assert time_line(need, written, args).startswith("no hours are said: how fast the student")
     served = parse_flags(Config, [f"--config={ROOT / 'recipes/llama_3.1_70b_served.yaml'}"],
                          file_flag="config")
-    assert not time_line(need, served, args)  # whose GPUs are not counted
+    assert time_line(need, served, args).startswith("no hours are said: what a server's GPUs")
+    plain = plan(replace(cfg, activation_checkpointing=False), 16, per_node=8)
+    saved = 2 * P / (8 * P + 2 * Q)
+    assert gain_of(plain, need) == f"; the choice trains by {saved:.0%} fewer operations"
+    assert not gain_of(need, need) and not gain_of(need, plain)
     apart = plan(replace(cfg, teacher_ranks=2), 16, per_node=8)  # 12 students, 4 teachers
     assert apart.beside == pytest.approx(2 * Q * 96 * 2048 / 4)
     assert apart.operations == pytest.approx(8 * P * 96 * 2048 / 12)

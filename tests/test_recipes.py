@@ -21,7 +21,6 @@ from recipes.tiny import prepare
 from test_writer_process import command  # noqa: F401, a fixture
 
 LARGE = sorted((ROOT / "recipes").glob("*.yaml"))
-LARGE = [path for path in LARGE if path.name != "architectures.yaml"]
 TINY = sorted((ROOT / "recipes" / "tiny").glob("*.yaml"))
 # The others are read alone here: jobs of these features run in other tests.  A pipeline comes last,
 # because DeepSpeed keeps its layout for all later engines of a process.
@@ -88,7 +87,7 @@ def test_sizes_of_models_are_those_that_are_published(monkeypatch):
     """The table's numbers give as many weights as the model's name says."""
     from isogloss.plan import shape_of
 
-    for name, values in yaml.safe_load((ROOT / "recipes/architectures.yaml").read_text()).items():
+    for name, values in yaml.safe_load((ROOT / "isogloss/architectures.yaml").read_text()).items():
         published = float(values["published"])
         assert shape_of("student", name).weights == pytest.approx(published, rel=0.02), name
 

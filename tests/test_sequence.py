@@ -321,7 +321,7 @@ def test_what_waits_on_the_host_is_a_copy():
 def test_checkpointed_activations_wait_on_the_host(monkeypatch):
     """One tensor per layer and those of the last norm move, and nothing of another shape."""
     model = tiny_llama().train()
-    model.gradient_checkpointing_enable({"use_reentrant": False})
+    model.activation_checkpointing_enable({"use_reentrant": False})
     moved = []
     shape = (2, 10, 64)
     ids = torch.arange(20).view(2, 10)

@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import logging
 import os
 import pty
 import runpy
@@ -223,3 +224,12 @@ def test_a_warning_of_ours_is_a_line_without_a_place():
         assert terminal._format_warning("a\x1b[2J\nb", UserWarning, place, 7) == (
             f"warning: a{terminal.UNKNOWN}[2J b\n")
         assert "y.py:7: UserWarning: a" in terminal._format_warning("a", UserWarning, "/y.py", 7)
+
+
+def test_that_there_is_no_gpu_is_no_news():
+    """What DeepSpeed and torch say on import stays away; `make flows` sees whole commands."""
+    for name, said in (("DeepSpeed", "Setting accelerator to CPU. If you have GPU or other"),
+                       ("torch.utils.cpp_extension", "No CUDA runtime is found, using %s")):
+        logger = logging.getLogger(name)
+        assert not logger.filter(logging.makeLogRecord({"msg": said}))
+        assert logger.filter(logging.makeLogRecord({"msg": "another thing"}))

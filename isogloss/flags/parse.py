@@ -290,7 +290,7 @@ def parse_flags(kind, argv, positional=(), aliases=None, file_flag=""):
 
     Args:
         kind: the dataclass; its fields are of type bool, int, float or str.  Where it says
-            `has_foreign`, other_names.py names what does here what other programs call otherwise.
+            `has_foreign`, unknown.py names what does here what other programs call otherwise.
         argv: the words of the command line, without the program.
         positional: names of the fields that the first words without a flag fill.
         aliases: {other name of a flag: field name}.

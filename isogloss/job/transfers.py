@@ -53,6 +53,7 @@ class Moment:
             self.event.record()
         else:
             self.time = time.perf_counter()
+            self.processor_time = time.process_time()
 
     def seconds_until(self, later):
         """Return the seconds between two moments of a device, which has passed both when it ends.

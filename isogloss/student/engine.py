@@ -290,7 +290,7 @@ def load_student(cfg, ds_config, attention="auto"):
     model.config.use_cache = False
     model.train()  # from_pretrained leaves it in evaluation mode, without dropout
     if cfg.activation_checkpointing:
-        model.gradient_checkpointing_enable({"use_reentrant": False})
+        model.activation_checkpointing_enable({"use_reentrant": False})
     return model
 
 
