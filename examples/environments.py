@@ -5,6 +5,8 @@
     VERIFIERS_ENVIRONMENT=wordle isogloss-distill ... --text_key prompt \
         --environment '{"function": "examples/environments.py:Verifiers", "mib": 4096}'
 
+`OpenEnv` has run with openenv-core 0.3.0: a server with four sessions, three times four episodes.
+
 Tests: tests/test_other_environments.py, with stand-ins of both packages.
 """
 
