@@ -21,7 +21,6 @@ from tqdm import tqdm
 from transformers.utils.hub import cached_file, extract_commit_hash
 
 from isogloss.config import configs_by_teacher
-from isogloss.doors import door
 from isogloss.flags.model_names import read_model_name, without_secrets
 from isogloss.flags.parse import line_about
 from isogloss.flags.terminal import harmless, one_line, unguarded

@@ -7,7 +7,6 @@ import operator
 import sys
 from functools import reduce
 
-import torch
 import torch.distributed as dist
 
 from isogloss.checkpoints.checkpoint import checkpoint_name, save_checkpoint
@@ -24,7 +23,7 @@ from isogloss.job.counts import global_sums
 from isogloss.job.launch import fail
 from isogloss.job.step_report import named
 from isogloss.job.watch import FAILED, current_watch, print_line
-from isogloss.log import NOTHING_TAUGHT, WHERE_TO_LOOK, utilization
+from isogloss.log import NOTHING_TAUGHT, WHERE_TO_LOOK
 from isogloss.student.finite import has_finite_state
 
 
@@ -136,10 +135,8 @@ def timed_metrics(report, begin, end):
     speed = {"seconds": seconds, "tokens_per_second": tokens / seconds}
     if state.device.type == "cpu":
         return metrics | speed | {"processor_seconds": end.processor_time - begin.processor_time}
-    name = torch.cuda.get_device_name()
-    num_ranks = dist.get_world_size()
-    return metrics | speed | utilization(
-        name, state.student.num_parameters, tokens, seconds, num_ranks)
+    peaks = door("peaks").of_step(state.student.num_parameters, tokens, seconds)
+    return metrics | speed | peaks
 
 
 def is_every(num_steps, step):

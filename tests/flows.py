@@ -227,7 +227,7 @@ isogloss-projection compare p.pt q.pt --student S --teacher T
          "isogloss-distill --learning_rate 2e-4 --steps 2 --max_length 128 --student student "
          "--teacher S --data corpus.jsonl --output_dir runs/t --export runs/t/student", ("2/2",)),
     Flow("texts that a teacher writes",
-         "python examples/write_texts.py T corpus.jsonl written.jsonl --new_tokens 8",
+         "isogloss-write --teacher T --data corpus.jsonl --output written.jsonl --rollout_tokens 8",
          makes=("written.jsonl",)),
     # in one's own code
     Flow("eight lines", script(BEFORE_SNIPPET + SNIPPET + "loss.backward(); print('loss', loss)"),

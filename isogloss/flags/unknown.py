@@ -58,7 +58,7 @@ HINTS = {
               "train_dataset data_files arrow_files prompt_data disk_path repo_id",
     "--data NAME:CONFIG": "dataset_config subset",
     "--data '[{\"data\": \"NAME\", \"weight\": 1}, ...]'": "train_dataset_probs",
-    "--data with texts of the teacher (examples/write_texts.py)": "seq_kd",
+    "--data with texts of the teacher (isogloss-write)": "seq_kd",
     "--join_rows": "characters_per_sample",
     "--text_key": "dataset_text_field",
     "--text_key or --prompt_key": "input_key",
