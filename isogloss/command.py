@@ -325,7 +325,8 @@ class AnswerArgs:
         MISSING, "file for the rows, as written.jsonl. A command that was ended goes on there.")
     samples: int = flag(1, "answers to each prompt.", low=1, high=2**20)
     keep: str = flag(
-        "", "which answers stay, with commas. length: those that were not cut. module:function: "
+        "", "which answers stay, with commas. length: those that were not cut. reward: those that "
+        "the environment rewards, above 0. module:function: "
         "those for which function(messages, row) is true; where it is a number, the first one of a "
         "prompt with the highest. Empty: all.")
     teacher_cache: str = flag(
@@ -337,6 +338,7 @@ class AnswerArgs:
         "teacher", "what writes, unless teacher is an address. teacher: the model, whole on every "
         "rank. vllm: vLLM of this environment, with its weights, a process on every node. Or the "
         "command of such a process, see --writer of distill.py.")
+    environment: str = shared(Config, "environment")
     teacher_tokenizer: str = shared(Config, "teacher_tokenizer")
     teacher_timeout: float = shared(Config, "teacher_timeout")
     split: str = flag("train", "split of data.")
@@ -374,14 +376,20 @@ class AnswerArgs:
         if is_address(self.teacher) and self.writer != "teacher":
             raise ValueError(f"--writer {self.writer} with --teacher {self.teacher}: the server "
                              "writes; leave it out")
+        if is_address(self.teacher) and self.environment:
+            raise ValueError(f"--environment with --teacher {self.teacher}: a server writes "
+                             "single answers; name a model")
         for name in ("hidden", "top_k"):
             value = getattr(self, name)
             if value != getattr(type(self), name) and not self.teacher_cache:
                 raise ValueError(f"--{name} {value}: is of --teacher_cache, which is not set; "
                                  "leave it out")
         for name in filter(None, self.keep.split(",")):
-            if name != "length" and not all(map(str.strip, name.partition(":"))):
-                raise ValueError(f"--keep {self.keep}: {name} is neither length nor "
+            if name == "reward" and not self.environment:
+                raise ValueError("--keep reward: is what an environment says; add --environment")
+            if name not in ("length", "reward") and not all(
+                    map(str.strip, name.partition(":"))):
+                raise ValueError(f"--keep {self.keep}: {name} is neither length, reward nor "
                                  "module:function, as checks:is_right")
         self.run_config()  # checks the flags that both have
         if self.teacher_cache:

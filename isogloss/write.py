@@ -55,6 +55,7 @@ from isogloss.data.rollouts import (
     check_prompts,
     completed,
 )
+from isogloss.doors import door
 from isogloss.errors import DataError, EngineError
 from isogloss.flags.model_names import is_address, without_secrets
 from isogloss.inputs import load_text_encoder, open_rows
@@ -92,15 +93,20 @@ class PromptRow(NamedTuple):
         read = {self.reader.text_key, self.reader.prompt_key, self.reader.tools_key}
         columns = {name: value for name, value in self.row.items()
                    if name not in read and value is not None}
+        behind = [answer.message]
+        about = {}
+        if answer.rollout:  # in front of which an environment may have said something
+            prompt, behind = answer.rollout.prompt, answer.rollout.messages
+            about = {name: answer.rollout.episode[name] for name in ("reward", "turns")}
         if prompt.messages is None:
             columns |= {"prompt": prompt.text, "completion": answer.message["content"]}
         else:
-            columns["messages"] = [*map(unlearned, prompt.messages), answer.message]
-            if self.example.tools:
-                columns["tools"] = self.example.tools
+            columns["messages"] = [*map(unlearned, prompt.messages), *behind]
+            if prompt.tools:
+                columns["tools"] = prompt.tools
         number, sample = prompt.key
         return columns | {"written": {"row": number, "sample": sample, "ended": answer.ended,
-                                      "tokens": answer.num_tokens}}
+                                      "tokens": answer.num_tokens, **about}}
 
 
 def unlearned(message):
@@ -198,6 +204,7 @@ class ModelWriter:
     Attributes:
         source: ModelTeacher, whole on this rank.
         node: NodeWriter, or None; all ranks take part in what it writes.
+        episodes: Episodes of --environment, or None; likewise.
     """
 
     def __init__(self, args, encoder, source, device):
@@ -205,8 +212,10 @@ class ModelWriter:
         self.encoder = encoder
         self.source = source
         self.model = source.runner.model
-        self.node = None
+        self.node = self.episodes = None
         cfg = args.run_config()
+        if cfg.environment:
+            self.episodes = door("environment").load_episodes(cfg, encoder)
         if cfg.writer_command:
             engine = SimpleNamespace(module=SimpleNamespace(model=self.model))
             self.node = NodeWriter(cfg, engine, encoder, device)
@@ -218,15 +227,21 @@ class ModelWriter:
                              "write") from None
 
     def write(self, prompts):
-        """Return the Answer to each RolloutPrompt."""
+        """Return the Answer to each RolloutPrompt; None: its environment has failed."""
         starts = []
         for prompt in prompts:
             key = self.args.seed, ANSWERS, *prompt.key
             starts.append(Prompt(prompt.ids, key, prompt.max_new_tokens))
+        if self.episodes:
+            first = self._completions(self.episodes.begin(prompts, starts))
+            more = self.node.more if self.node else self._completions
+            return [rollout and Answer(None, rollout.ended, int(rollout.is_written.sum()), rollout)
+                    for rollout in self.episodes.run(first, more)]
         answers = []
         for prompt, completion in zip(prompts, self._completions(starts)):
             rollout = completed(prompt, completion, self.encoder)
-            answers.append(Answer(message_of(rollout.text), rollout.ended, len(rollout.ids)))
+            answers.append(Answer(message_of(rollout, self.encoder), rollout.ended,
+                                  len(rollout.ids)))
         return answers
 
     def _completions(self, starts):
@@ -240,14 +255,19 @@ class ModelWriter:
                      equal_lengths=self.equal_lengths)
 
     def close(self):
-        if self.node:
-            self.node.close()
+        for process in filter(None, (self.node, self.episodes)):
+            process.close()
         self.source.close()
 
 
-def message_of(text):
-    """Return what the assistant has written as its message."""
-    return {"role": "assistant", "content": text}
+def message_of(rollout, encoder):
+    """Return what the assistant has written as its message, with the calls that it makes."""
+    prompt = rollout.prompt
+    if prompt.messages is None:
+        return {"role": "assistant", "content": rollout.text}
+    message, _ = door("environment").message_of(rollout.ids, rollout.text, encoder, prompt.tools,
+                                                prompt.text)
+    return message
 
 
 # --- which answers stay ---------------------------------------------------------------------------
@@ -280,13 +300,15 @@ class Keeper:
 
     def __init__(self, keep):
         self.names = list(filter(None, map(str.strip, keep.split(","))))
-        self.functions = {name: load_function(name) for name in self.names if name != "length"}
+        self.functions = {name: load_function(name) for name in self.names if ":" in name}
 
     def kept(self, row, answers):
         """Return those of the rows of one prompt that stay; row: what the prompt is of."""
         for name in self.names:
             if name == "length":
                 answers = [each for each in answers if each["written"]["ended"]]
+            elif name == "reward":
+                answers = [each for each in answers if (each["written"]["reward"] or 0) > 0]
             else:
                 answers = self._chosen(name, row, answers)
         return answers
@@ -309,7 +331,7 @@ class Keeper:
         messages = answer.get("messages")
         if messages is None:
             messages = [{"role": "user", "content": answer["prompt"]},
-                        message_of(answer["completion"])]
+                        {"role": "assistant", "content": answer["completion"]}]
         where = f"--keep {name}: of row {answer['written']['row']}"
         try:
             score = self.functions[name](copy.deepcopy(messages), copy.deepcopy(row))
@@ -336,9 +358,9 @@ def part_text(rows, answers, keeper):
     lines = []
     for row in rows:
         counts["no_prompt"] += not row.prompts
-        written = [row.answered(prompt, next(answers)) for prompt in row.prompts]
-        kept = keeper.kept(row.row, written)
-        counts["dropped"] += len(written) - len(kept)
+        pairs = [(prompt, next(answers)) for prompt in row.prompts]
+        kept = keeper.kept(row.row, [row.answered(*pair) for pair in pairs if pair[1]])
+        counts["dropped"] += len(pairs) - len(kept)
         for each in kept:
             counts["rows"] += 1
             counts["cut"] += not each["written"]["ended"]
@@ -353,7 +375,7 @@ def header_of(args, prompts, encoder):
     settings = {name: getattr(args, name) for name in (
         "samples", "keep", "prompt_tokens", "rollout_tokens", "rollout_temperature",
         "rollout_top_p", "seed", "template_kwargs", "teacher_dtype", "teacher_max_length",
-        "writer", "text_key", "prompt_key", "teacher_prompt_key", "split")}
+        "writer", "environment", "text_key", "prompt_key", "teacher_prompt_key", "split")}
     return {"version": isogloss.__version__, "teacher": without_secrets(args.teacher),
             "weights": values_of_ranks(weights)[0], "tokenizer": fingerprint(encoder.tokenizer),
             "template": template_digest(encoder), "data": without_secrets(args.data),
@@ -421,7 +443,7 @@ def write_parts(folder, prompts, writer, keeper):
             file = part_file(folder, part)
             with naming(file):
                 write_atomically(file, part_text(rows, answers, keeper))
-        num_tokens += sum(answer.num_tokens for answer in answers)
+        num_tokens += sum(answer.num_tokens for answer in filter(None, answers))
         if dist.get_rank() == 0:
             rate = num_tokens / (time.perf_counter() - start)
             print(f"{min(first + world, len(missing))} of {len(missing)} parts, {rate:.0f} tokens "

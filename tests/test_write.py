@@ -24,7 +24,10 @@ from isogloss.flags.parse import parse_flags
 from isogloss.job.launch import silence_libraries, start_distributed
 from isogloss.job.watch import end_together
 from recipes.tiny import prepare
+from talkers import write_talkers
 from test_writer_process import command  # noqa: F401, a fixture
+
+ENVIRONMENT = Path(__file__).with_name("talk_environment.py")
 
 JUDGE = """
 def is_short(messages, row):
@@ -249,6 +252,31 @@ def run_in(folder, all_args):
     run(all_args)
 
 
+def test_an_environment_answers_in_between_and_its_rewards_choose(texts, tmp_path):
+    """On two ranks as on one; the rows are chats of which what was written is learned."""
+    talker, _ = write_talkers(texts, tmp_path)
+    rows = [{"messages": [{"role": "user", "content": f"What is {number}?"}], "answer": number}
+            for number in range(7)]
+    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    environment = json.dumps({"function": f"{ENVIRONMENT}:talk", "max_turns": 3})
+    one, two, kept = (parse_flags(AnswerArgs, [
+        f"--teacher={talker}", f"--data={tmp_path / 'rows.jsonl'}", f"--output={tmp_path / name}",
+        "--prompt_key=messages", "--text_key=messages", "--samples=2", "--max_new_tokens=16",
+        f"--environment={environment}", *more], **TOOLS["write"][1])
+        for name, *more in (["one.jsonl"], ["two.jsonl"], ["kept.jsonl", "--keep=reward"]))
+    ranks.run(1, run, [one, kept], 4)
+    ranks.run(2, run, [two], 4)
+    assert Path(one.output).read_bytes() == Path(two.output).read_bytes()
+    header, written = rows_of(one.output)
+    assert header["dropped"] > 0  # episodes that fail
+    assert {row["written"]["turns"] for row in written} == {1, 2, 3}
+    for row in written:
+        roles = [message["role"] for message in row["messages"]]
+        assert roles == ["user", "assistant"] * row["written"]["turns"]
+        assert row["messages"][0]["content"] == f"What is {row['answer']}?"
+    assert rows_of(kept.output)[1] == [row for row in written if row["written"]["reward"]] != []
+
+
 # --- a student learns from it ---------------------------------------------------------------------
 
 
@@ -392,7 +420,7 @@ def test_a_server_is_not_believed(folder, answer, complaint, tmp_path):
 def test_wrong_flags_are_refused_with_one_line(folder, tmp_path):
     for more, complaint in {
         "--output=w.json": "expected a name that ends in .jsonl",
-        "--keep=reward": "reward is neither length nor module:function",
+        "--keep=reward": "add --environment", "--keep=best": "best is neither length, reward nor",
         "--keep=length,x:": "x: is neither", "--samples=0": "--samples 0: expected 1",
         "--hidden": "is of --teacher_cache, which is not set",
         "--rollout_top_p=0": "--rollout_top_p 0", "--temperature=-1": "expected 0 or more",

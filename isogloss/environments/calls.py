@@ -370,6 +370,21 @@ def spoken(text, encoder, tools, prompt=""):
     return Spoken(text[:begin].rstrip(), [call_of(*call) for call in calls])
 
 
+def message_of(ids, text, encoder, tools, prompt):
+    """Return (message of the assistant, why what looks like a call is none, "" if nothing does).
+
+    Args:
+        ids: that it wrote; text: what they spell without control tokens.
+        tools, prompt: see `spoken`.
+    """
+    said = spoken(text_with_names(ids, encoder), encoder, tools, prompt)
+    message = {"role": "assistant", "content": text}
+    if said.calls:
+        content = without_names(said.content, encoder)
+        message |= {"content": content, "tool_calls": said.calls}
+    return message, said.problem
+
+
 def _by_response_template(text, encoder, tools, prompt):
     """Read an answer as transformers does by a tokenizer's response template."""
     try:

@@ -124,18 +124,14 @@ class Episode:
         num, entropy = self.num_entropy
         self.num_entropy = num + len(written.ids), entropy + written.entropy * len(written.ids)
         self.is_canonical &= written.is_canonical
-        said = calls.spoken(calls.text_with_names(written.ids, encoder), encoder,
-                            self.prompt.tools, self.whole)
-        message = {"role": "assistant", "content": written.text}
-        if said.calls:
-            content = calls.without_names(said.content, encoder)
-            message |= {"content": content, "tool_calls": said.calls}
+        message, problem = calls.message_of(written.ids, written.text, encoder, self.prompt.tools,
+                                            self.whole)
         self.messages.append(message)
-        self.outcome["calls"] += len(said.calls)
-        self.outcome["invalid_calls"] += bool(said.problem)
+        self.outcome["calls"] += len(message.get("tool_calls", []))
+        self.outcome["invalid_calls"] += bool(problem)
         shown = dict(message)
-        if said.problem:
-            shown["invalid_call"] = said.problem
+        if problem:
+            shown["invalid_call"] = problem
         if not written.ended:
             shown["cut"] = True
         return shown

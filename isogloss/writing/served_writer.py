@@ -25,11 +25,13 @@ class Answer(NamedTuple):
     message: of the assistant; of a text its content alone counts.
     ended: it is not cut.
     num_tokens: of it; 0: the server does not say.
+    rollout: of several turns, see `rollouts.Rollout`; None: it is one message.
     """
 
     message: dict
     ended: bool
     num_tokens: int
+    rollout: object = None
 
 
 class ServedWriter(TextServer):
