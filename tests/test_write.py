@@ -391,7 +391,6 @@ def test_a_server_is_not_believed(folder, answer, complaint, tmp_path):
 
 def test_wrong_flags_are_refused_with_one_line(folder, tmp_path):
     for more, complaint in {
-        "--output=w.json": "expected a name that ends in .jsonl",
         "--keep=reward": "reward is neither length nor module:function",
         "--keep=length,x:": "x: is neither", "--samples=0": "--samples 0: expected 1",
         "--hidden": "is of --teacher_cache, which is not set",
@@ -412,6 +411,7 @@ def test_wrong_flags_are_refused_with_one_line(folder, tmp_path):
     (["--text_key=nothing"], "no column 'nothing'"),
     (["--data=EMPTY"], "the data set is empty"),
     (["--teacher=BARE"], "has no chat template"),
+    (["--output=w.json"], "expected a name that ends in .jsonl"),
     (["--output=FILE/w.jsonl"], "nothing can be written to"),
     (["--output=OTHER"], "is another file than this command writes"),
     (["--output=THERE"], "(weights 0 there, "),
