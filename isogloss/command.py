@@ -371,8 +371,6 @@ class AnswerArgs:
 
     def __post_init__(self):
         check_flags(self)
-        if not self.output.endswith(".jsonl"):
-            raise ValueError(f"--output {self.output}: expected a name that ends in .jsonl")
         if is_address(self.teacher) and self.writer != "teacher":
             raise ValueError(f"--writer {self.writer} with --teacher {self.teacher}: the server "
                              "writes; leave it out")

@@ -506,6 +506,8 @@ def load_encoder(args, cfg):
 def prepare(args, device):
     """Return (Prompts, TextEncoder, TeacherSpec, header) of a command, checked."""
     path = Path(args.output)
+    if path.suffix != ".jsonl":  # by which --data knows what it holds
+        raise ValueError(f"--output {path}: expected a name that ends in .jsonl")
     there = header_in(path) or {}
     day = args.chat_date or there.get("date") or date.today().isoformat()
     args.chat_date = values_of_ranks(day)[0]

@@ -440,6 +440,7 @@ def test_wrong_flags_are_refused_with_one_line(folder, tmp_path):
     (["--text_key=nothing"], "no column 'nothing'"),
     (["--data=EMPTY"], "the data set is empty"),
     (["--teacher=BARE"], "has no chat template"),
+    (["--output=w.json"], "expected a name that ends in .jsonl"),
     (["--output=FILE/w.jsonl"], "nothing can be written to"),
     (["--output=OTHER"], "is another file than this command writes"),
     (["--output=THERE"], "(weights 0 there, "),
