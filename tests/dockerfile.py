@@ -18,6 +18,11 @@ from pathlib import Path
 REPO = Path(__file__).resolve().parent.parent
 LENT = "etc/resolv.conf", "etc/ssl/certs/ca-certificates.crt", "etc/pip.conf"
 
+# with its own mounts, which end with it
+ENTER = """mount --bind /proc "$0/proc" && mount --bind /dev "$0/dev" &&
+exec chroot --userspec="$1" "$0" /bin/sh -c "$2"
+"""
+
 
 def steps(text):
     """Return [(instruction, rest of the line)] of a Dockerfile."""
@@ -61,7 +66,7 @@ def main(root):
 
     def run(command):
         print(f"--- {user}: {command}", flush=True)
-        words = ["chroot", f"--userspec={user}", root, "/bin/sh", "-c",
+        words = ["unshare", "--mount", "/bin/sh", "-c", ENTER, root, user,
                  f"cd {folder} && {command}"]
         subprocess.run(words, check=True, env=variables | {"HOME": f"/home/{user}"},
                        stdin=subprocess.DEVNULL)
