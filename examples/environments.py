@@ -6,6 +6,8 @@
         --environment '{"function": "examples/environments.py:Verifiers", "mib": 4096}'
 
 `OpenEnv` has run with openenv-core 0.3.0: a server with four sessions, three times four episodes.
+`Verifiers` has run with verifiers 0.1.14: a ToolEnv, three episodes.  From 0.4 on tasks drive
+agents of their own, which no rollout of ours can take the place of in a few lines.
 
 Tests: tests/test_other_environments.py, with stand-ins of both packages.
 """
@@ -77,7 +79,7 @@ def shown(observation):
 
 
 class Verifiers:
-    """Let an environment of verifiers (0.1 and 0.2) do its rollout; the student is its client.
+    """Let an environment of verifiers do its rollout; the student is its client.
 
     Rows are those of its own data (`ENVIRONMENT.get_dataset()`).  It scores what has ended, so let
     `max_turns` be at least its own.
