@@ -91,7 +91,7 @@ DOORS: dict[str, Door] = {
     "streaming": Door("--streaming, --join_rows", "Rows that can only be read forward.",
                       ("data.stream",)),
     "chats": Door("rows that hold chats", "Chats by each model's template.",
-                  ("data.chat", "data.turns", "data.chat_rows")),
+                  ("data.chat", "data.turns", "data.chat_rows", "data.options.calls")),
     "tables": Door("--data of .csv, .arrow or .parquet", "Rows of tables.",
                    ("data.kinds.tables",)),
     "documents": Door("--data of a .json that is one value", "The rows of its list.",
@@ -168,7 +168,7 @@ DOORS: dict[str, Door] = {
                       lambda cfg: cfg.on_policy, prepares="writing.on_policy"),
     "environment": Door("--environment", "What answers each turn of the student, and rewards it.",
                         tuple(f"environments.{name}" for name in (
-                            "episodes", "episode", "calls", "process", "reward", "by_turn")),
+                            "episodes", "episode", "process", "reward", "by_turn")),
                         lambda cfg: cfg.environment, checks="environments.episodes"),
     "speculation": Door("--eval_draft", "How good a draft of the teacher the student is.",
                         ("evaluation.speculation",)),

@@ -265,8 +265,8 @@ def message_of(rollout, encoder):
     prompt = rollout.prompt
     if prompt.messages is None:
         return {"role": "assistant", "content": rollout.text}
-    message, _ = door("environment").message_of(rollout.ids, rollout.text, encoder, prompt.tools,
-                                                prompt.text)
+    message, *_ = door("chats").message_of(rollout.ids, rollout.text, encoder, prompt.tools,
+                                           prompt.text)
     return message
 
 

@@ -5,10 +5,10 @@ import copy
 import pytest
 
 from isogloss.align import TokenTable
-from isogloss.data.chat import render
+from isogloss.data.chat import pair_chats, render
+from isogloss.data.options.calls import call_of, spoken, text_with_names
 from isogloss.data.sample import TextEncoder
 from isogloss.data.turns import SkippedChat
-from isogloss.environments.calls import call_of, spoken, text_with_names
 from template_shapes import ENDS, MARKS, SHAPES
 
 TOOLS = [
@@ -100,7 +100,7 @@ def test_what_is_no_call_is_told_and_not_guessed(text, problem, encoder_of):
 
 def test_without_tools_nothing_is_a_call(encoder_of):
     encoder = encoder_of(SHAPES["ChatML"])
-    assert spoken(CALL, encoder, None) == (CALL, [], "")
+    assert spoken(CALL, encoder, None) == (CALL, [], "", "")
 
 
 def test_a_response_template_comes_first(encoder_of):
@@ -113,3 +113,26 @@ def test_a_response_template_comes_first(encoder_of):
     assert called(spoken(text, encoder, TOOLS, "assistant\n")) == [("clock", {"city": "Rome"})]
     wrong = spoken("CALL{END", encoder, TOOLS, "assistant\n")
     assert wrong.calls == [] and "cannot be read" in wrong.problem
+
+
+def test_how_a_turn_begins_is_compared_where_calls_are_written_alike_alone(encoder_of):
+    """Else what a teacher says of whether to call is said in its own words for a call."""
+    chat = [QUESTION, {"role": "assistant", "content": "", "tool_calls": [call_of(*CALLS[0][0])]},
+            {"role": "tool", "name": "weather", "content": "fine"},
+            {"role": "assistant", "content": "It is fine."}]
+    of_chatml, of_llama = (encoder_of(SHAPES[name]) for name in ("ChatML", "Llama 3"))
+
+    def first_chunks(encoders, tools):
+        """Return the chunk of the first token of each turn, on both sides."""
+        both = [render(chat, encoder, tools) for encoder in encoders]
+        alignment = pair_chats(both, encoders)
+        chunks = []
+        for side, chunk in zip(both, (alignment.student_chunk, alignment.teacher_chunk)):
+            for turn in side.turns:
+                inside = (side.located.begin >= turn.begin) & (side.located.begin < turn.end)
+                chunks.append(chunk[inside][0])
+        return chunks
+
+    assert min(first_chunks((of_chatml, of_chatml), TOOLS)) >= 0
+    assert set(first_chunks((of_chatml, of_llama), TOOLS)) == {-1}
+    assert max(first_chunks((of_chatml, of_llama), None)) >= 0

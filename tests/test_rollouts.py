@@ -479,7 +479,7 @@ def test_gaps_above_and_below_do_not_cancel(monkeypatch):
 
 @pytest.mark.parametrize("gap, ends", [(None, False), (0.3, False), (0.4, True), (math.nan, True)])
 def test_a_gap_above_the_largest_or_no_number_ends_the_job(gap, ends):
-    writer = types.SimpleNamespace(has_other_weights=lambda: True,
+    writer = types.SimpleNamespace(has_other_weights=lambda: True, reward_weight=0.0,
                                    gap=lambda _: {"rollout/logp_gap": gap})
     cfg = types.SimpleNamespace(max_logp_gap=0.3)
     state = types.SimpleNamespace(cfg=cfg, writer=writer)

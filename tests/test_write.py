@@ -419,7 +419,6 @@ def test_a_server_is_not_believed(folder, answer, complaint, tmp_path):
 
 def test_wrong_flags_are_refused_with_one_line(folder, tmp_path):
     for more, complaint in {
-        "--output=w.json": "expected a name that ends in .jsonl",
         "--keep=reward": "add --environment", "--keep=best": "best is neither length, reward nor",
         "--keep=length,x:": "x: is neither", "--samples=0": "--samples 0: expected 1",
         "--hidden": "is of --teacher_cache, which is not set",

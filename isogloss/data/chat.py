@@ -14,7 +14,14 @@ from typing import NamedTuple
 
 import numpy as np
 
-from isogloss.align import Located, Region, align_regions, character_starts, locate
+from isogloss.align import (
+    Located,
+    Region,
+    align_regions,
+    character_starts,
+    locate,
+    without_chunks,
+)
 from isogloss.align_dp import align_dp, common_spans
 from isogloss.data.chat_rows import (
     EXCLUDING,
@@ -70,6 +77,7 @@ class Rendering:
         data: bytes of the rendering.
         turns: list of the assistant's Turns, in its order; a message may have several.
         num_overlaps: turns that are left out because they overlap with one before.
+        has_tools: the assistant may call some.
     """
 
     ids: np.ndarray
@@ -77,6 +85,7 @@ class Rendering:
     data: bytes
     turns: list
     num_overlaps: int = 0
+    has_tools: bool = False
 
 
 def chat_text(messages, template):
@@ -137,7 +146,7 @@ def render(messages, encoder, tools=None):
         marked = [Stretch(stretch.message, *[int(byte_of[place]) for place in stretch[1:]])
                   for stretch in stretches(messages, text, template.try_write, encoder.header,
                                            list(zip(*ends)))]
-    rendering = Rendering(ids, located, data, [])
+    rendering = Rendering(ids, located, data, [], has_tools=bool(tools))
     is_control = encoder.table.special[ids] & (located.begin >= 0)
     control_begin = located.begin[is_control]
     behind = 0  # the turns so far
@@ -382,12 +391,42 @@ def pair_chats(renderings, encoders, aligner="bytes", train_on="assistant"):
     regions = common_regions(student, teacher, train_on)
     alignment = align_regions(student.ids, teacher.ids, student.located, teacher.located, regions,
                               *tables)
+    if student.has_tools and train_on == "assistant":
+        alignment = _without_openings(alignment, renderings, encoders)
     size = sum(turn.end - turn.begin for turn in student.turns)
     if train_on == "all":
         size = len(student.data)
     # What only one side writes counts too, so that fractions are of all that is learned.
     alignment.dropped["unmatched"] += size - alignment.text_bytes
     return alignment._replace(text_bytes=size)
+
+
+def _without_openings(alignment, renderings, encoders):
+    """Return an Alignment without the chunks that hold the first token of a turn, on either side.
+
+    Where both templates write calls in other words, what one model says of whether to call is said
+    in words that the other one's template does not know there.
+    """
+    from isogloss.data.options.calls import write_calls_alike
+
+    if write_calls_alike(encoders):
+        return alignment
+    lost = []
+    chunks = alignment.student_chunk, alignment.teacher_chunk
+    for rendering, chunk in zip(renderings, chunks):
+        for turn in rendering.turns:
+            inside = (rendering.located.begin >= turn.begin) & (
+                rendering.located.begin < turn.end)
+            lost += chunk[np.flatnonzero(inside)[:1]].tolist()
+    chunks = without_chunks(chunks, [number for number in lost if number >= 0])
+    return alignment._replace(student_chunk=chunks[0], teacher_chunk=chunks[1])
+
+
+def message_of(ids, text, encoder, tools, prompt):
+    """Read an answer; see `calls.message_of`."""
+    from isogloss.data.options import calls
+
+    return calls.message_of(ids, text, encoder, tools, prompt)
 
 
 def common_regions(student, teacher, train_on="assistant"):

@@ -93,6 +93,7 @@ class WrittenTurn(NamedTuple):
     first, last: of its tokens, of the bytes of its text; the last ones are not of it.
     message: number among those behind the prompt.
     ended: its last token ends it.
+    judged: up to which byte teachers read it in a form of their own.
     """
 
     first: int
@@ -101,6 +102,7 @@ class WrittenTurn(NamedTuple):
     last_byte: int
     message: int
     ended: bool
+    judged: int
 
 
 @dataclass
@@ -150,7 +152,7 @@ class Rollout:
     def spans(self):
         """Return its WrittenTurns."""
         size = len(self.text.encode())
-        return self.turns or [WrittenTurn(0, len(self.ids), 0, size, 0, self.ended)]
+        return self.turns or [WrittenTurn(0, len(self.ids), 0, size, 0, self.ended, size)]
 
     @property
     def is_written(self):
@@ -512,10 +514,12 @@ def _pair_chat(rollout, student, encoders, aligner):
     first_byte = len(prompt.text.encode(errors="replace"))
     turns = []
     for turn in rollout.spans():
-        stop = len(prompt.ids) + turn.last - 1 if turn.ended else None
+        is_whole = turn.judged == turn.last_byte
+        stop = len(prompt.ids) + turn.last - 1 if turn.ended and is_whole else None
         turns.append(chats.Turn(before + turn.message, first_byte + turn.first_byte,
-                                first_byte + turn.last_byte, stop))
-    of_student = chats.Rendering(student.ids, student.located, data, turns)
+                                first_byte + turn.judged, stop))
+    of_student = chats.Rendering(student.ids, student.located, data, turns,
+                                 has_tools=bool(prompt.tools))
     written = {turn.message for turn in turns}
     of_teacher.turns = [turn for turn in of_teacher.turns if turn.message in written]
     both = of_student, of_teacher

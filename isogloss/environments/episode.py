@@ -9,7 +9,6 @@ import numpy as np
 
 from isogloss.data.ends import stop_ids
 from isogloss.doors import door
-from isogloss.environments import calls
 
 
 def heard(messages, number, encoder, tools):
@@ -114,18 +113,20 @@ class Episode:
         rollouts = door("on_policy")
         prompt = replace(self.prompt, text=self.whole, ids=self.ids)
         written = rollouts.completed(prompt, completion, encoder)
+        message, problem, before = door("chats").message_of(
+            written.ids, written.text, encoder, self.prompt.tools, self.whole)
         first = len(prompt.ids) - len(self.prompt.ids)
         first_byte = len(self.text.encode())
+        # what is to be a call, and is none, has no form in which a teacher could judge it
+        judged = len((before if problem else written.text).encode())
         self.text += written.text
         self.turns.append(rollouts.WrittenTurn(
             first, first + len(written.ids), first_byte, len(self.text.encode()),
-            len(self.messages), written.ended))
+            len(self.messages), written.ended, first_byte + judged))
         self.parts.append((written.ids, written.logp))
         num, entropy = self.num_entropy
         self.num_entropy = num + len(written.ids), entropy + written.entropy * len(written.ids)
         self.is_canonical &= written.is_canonical
-        message, problem = calls.message_of(written.ids, written.text, encoder, self.prompt.tools,
-                                            self.whole)
         self.messages.append(message)
         self.outcome["calls"] += len(message.get("tool_calls", []))
         self.outcome["invalid_calls"] += bool(problem)

@@ -11,7 +11,6 @@ import warnings
 from dataclasses import dataclass, field, replace
 
 from isogloss.environments.by_turn import compared_by_turn, nats_by_turn
-from isogloss.environments.calls import message_of
 from isogloss.environments.episode import Episode, heard_by
 from isogloss.environments.process import EnvironmentProcess
 from isogloss.environments.reward import give_advantages, policy_pull, weigh_policy
@@ -21,8 +20,8 @@ from isogloss.flags.terminal import one_line
 from isogloss.job.rendezvous import values_of_ranks
 from isogloss.rollout import hash_counters
 
-__all__ = ["Episodes", "check", "compared_by_turn", "heard_by", "load_episodes", "message_of",
-           "nats_by_turn",
+__all__ = ["Episodes", "check", "compared_by_turn", "heard_by", "load_episodes", "nats_by_turn",
+
            "policy_pull", "weigh_policy"]
 
 SEED_BITS = 31

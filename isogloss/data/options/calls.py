@@ -28,6 +28,8 @@ NAMES = "f" + MARK, "g" + MARK
 KEYS = "k" + MARK, "m" + MARK
 VALUES = "v" + MARK, "w" + MARK
 DECODER = json.JSONDecoder()
+TOOLS = [{"type": "function", "function": {"name": name, "description": "a", "parameters": {
+    "type": "object", "properties": {key: {"type": "string"} for key in KEYS}}}} for name in NAMES]
 
 
 class NoCall(ValueError):
@@ -40,11 +42,13 @@ class Spoken(NamedTuple):
     content: beside its calls.
     calls: list of {"name", "arguments": object}.
     problem: why what looks like a call is none; "": nothing does.
+    before: what stands in front of that.
     """
 
     content: str
     calls: list
     problem: str = ""
+    before: str = ""
 
 
 @dataclass
@@ -54,7 +58,8 @@ class CallFormat:
     Attributes:
         before: what stands in front of the first call; between: two calls, None: it writes one
             alone; behind: the last one.  Spaces at their ends do not count.
-        read: (text, place, what may follow a call) -> ([(name, arguments)], the place behind it).
+        read: (text, place, what may follow a call, {(tool, parameter): its type}) ->
+            ([(name, arguments)], the place behind it).
     """
 
     before: str
@@ -62,8 +67,11 @@ class CallFormat:
     behind: str
     read: Callable
 
-    def calls(self, text):
+    def calls(self, text, types):
         """Return [(name, arguments)] of a text that is calls and nothing else.
+
+        Args:
+            types: {(tool, parameter): its type}.
 
         Raises:
             NoCall: it has another format.
@@ -72,7 +80,7 @@ class CallFormat:
         place = over(self.before, text, 0)
         calls = []
         while True:
-            more, place = self.read(text, place, ends)
+            more, place = self.read(text, place, ends, types)
             calls += more
             with suppress(NoCall):
                 if over(self.behind, text, place) == len(text):
@@ -108,39 +116,38 @@ def _common_begin(a, b):
     return size
 
 
-def format_of(encoder, tools):
+def format_of(encoder):
     """Return the CallFormat of an encoder's template; None: it writes no calls."""
-    key = json.dumps(tools, sort_keys=True)
-    if key not in encoder.frames:
-        encoder.frames[key] = _format_of(encoder, tools)
-    return encoder.frames[key]
+    if "calls" not in encoder.frames:
+        encoder.frames["calls"] = _format_of(encoder)
+    return encoder.frames["calls"]
 
 
-def _format_of(encoder, tools):
+def _format_of(encoder):
     first, second = [call_of(name, dict(zip(KEYS, VALUES))) for name in NAMES]
-    one, two, plain = (_answer(encoder, tools, content, calls) for content, calls in (
+    one, two, plain = (_answer(encoder, content, calls) for content, calls in (
         ("", [first]), ("", [first, second]), (MARK, [])))
     if NAMES[0] not in one:
         return None
     # such as a thought of nothing
     one, two = (text[_common_begin(plain, one) :] for text in (one, two))
     for reading in (_json_with_name, _json_behind_name, _marked_up):
-        found = reading(one, NAMES[0], tools)
+        found = reading(one, NAMES[0])
         if found is None:
             continue
         begin, end, read = found
-        other = reading(two[end:], NAMES[1], tools)
+        other = reading(two[end:], NAMES[1])
         between = two[end : end + other[0]] if other else None
         return CallFormat(one[:begin], between, one[end:], read)
     return None
 
 
-def _answer(encoder, tools, content, calls):
+def _answer(encoder, content, calls):
     """Return what a template writes of an answer, as it would be written; "": nothing."""
     message = {"role": "assistant", "content": content, "tool_calls": calls}
     chats = door("chats")
     try:
-        rendering = chats.render([QUESTION, message], encoder, tools)
+        rendering = chats.render([QUESTION, message], encoder, TOOLS)
     except chats.SkippedChat:
         return ""
     for turn in rendering.turns[-1:]:
@@ -150,7 +157,7 @@ def _answer(encoder, tools, content, calls):
     return ""
 
 
-def _json_with_name(text, called, tools):
+def _json_with_name(text, called):
     """Return (begin, end, reader) of a call that is JSON and names itself; None: it does not."""
     for found in re.finditer(r"[\[{]", text):
         value, end = _decoded(text, found.start())
@@ -163,7 +170,7 @@ def _json_with_name(text, called, tools):
     return None
 
 
-def _read_json(kind, paths, text, place, ends):
+def _read_json(kind, paths, text, place, ends, types):
     """Read calls that are JSON; see `CallFormat.read`.
 
     Args:
@@ -180,7 +187,7 @@ def _read_json(kind, paths, text, place, ends):
     return calls, end
 
 
-def _json_behind_name(text, called, tools):
+def _json_behind_name(text, called):
     """Return (begin, end, reader) of a name and JSON of its arguments; None: it is none."""
     begin = text.find(called)
     behind = begin + len(called)
@@ -192,7 +199,7 @@ def _json_behind_name(text, called, tools):
     # some number their calls
     pattern = re.compile(r"\s*(.*?)\s*" + re.sub(r"\d+", r"\\d+", re.escape(middle)) + r"\s*(?={)")
 
-    def read(text, place, ends):
+    def read(text, place, ends, types):
         found = pattern.match(text, place)
         if not found:
             raise NoCall(f"has no {middle + '{'!r} behind a name")
@@ -202,7 +209,7 @@ def _json_behind_name(text, called, tools):
     return begin, end, read
 
 
-def _marked_up(text, called, tools):
+def _marked_up(text, called):
     """Return (begin, end, reader) of names and values between marks; None: it is none."""
     words = called, KEYS[0], VALUES[0], KEYS[1], VALUES[1]
     begins = [text.find(word) for word in words]
@@ -218,9 +225,8 @@ def _marked_up(text, called, tools):
         middle, closing = middle[:-1], closing[1:]
     if not middle:
         return None
-    types = _types_of(tools)
 
-    def read(text, place, ends):
+    def read(text, place, ends, types):
         found = re.compile(r"\s*([\w.\-]+)").match(text, place)
         if not found:
             raise NoCall("has no name")
@@ -355,7 +361,7 @@ def spoken(text, encoder, tools, prompt=""):
         return Spoken(text, [])
     if getattr(encoder.tokenizer, "response_template", None):
         return _by_response_template(text, encoder, tools, prompt)
-    its = format_of(encoder, tools)
+    its = format_of(encoder)
     if its is None:
         return Spoken(text, [])
     opening = its.before.split()[0] if its.before.strip() else ""
@@ -363,15 +369,17 @@ def spoken(text, encoder, tools, prompt=""):
     if begin < 0 or not (opening or text[begin : begin + 1] in ("{", "[")):
         return Spoken(text, [])
     try:
-        calls = its.calls(text[begin:])
+        calls = its.calls(text[begin:], _types_of(tools))
         _check_names(calls, tools)
     except NoCall as error:
-        return Spoken(text, [], f"the call {error}")
+        return Spoken(text, [], f"the call {error}", text[:begin])
     return Spoken(text[:begin].rstrip(), [call_of(*call) for call in calls])
 
 
 def message_of(ids, text, encoder, tools, prompt):
-    """Return (message of the assistant, why what looks like a call is none, "" if nothing does).
+    """Return (message of the assistant, why what looks like a call is none, what is before that).
+
+    Of a text in which nothing looks like one both are "".
 
     Args:
         ids: that it wrote; text: what they spell without control tokens.
@@ -382,7 +390,7 @@ def message_of(ids, text, encoder, tools, prompt):
     if said.calls:
         content = without_names(said.content, encoder)
         message |= {"content": content, "tool_calls": said.calls}
-    return message, said.problem
+    return message, said.problem, without_names(said.before, encoder)
 
 
 def _by_response_template(text, encoder, tools, prompt):
@@ -396,7 +404,7 @@ def _by_response_template(text, encoder, tools, prompt):
         _check_names(calls, tools)
         content = str(message.get("content") or "")
     except Exception as error:  # by a template of others, which may raise anything
-        return Spoken(text, [], f"the call cannot be read ({error})"[:200])
+        return Spoken(text, [], f"the call cannot be read ({error})"[:200], "")
     return Spoken(content if calls else text, [call_of(*call) for call in calls])
 
 
@@ -405,3 +413,9 @@ def _check_names(calls, tools):
     for name, _ in calls:
         if name not in names:
             raise NoCall(f"is of {name!r:.60}, and there are {', '.join(map(str, names))}")
+
+
+def write_calls_alike(encoders):
+    """Tell whether the templates of two encoders begin a call with the same words."""
+    first, second = map(format_of, encoders)
+    return (first and first.before.split()) == (second and second.before.split())
