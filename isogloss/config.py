@@ -582,9 +582,9 @@ class Config(ModelFlags, DataFlags, LossFlags, OnPolicyFlags,
             raise ValueError("--loss_options: learn_projection with --kd_weight 0: nothing would "
                              "train it; leave it out")
         if self.token_weights not in ("", "early"):
-            from isogloss.flags.early import settled
+            from isogloss.flags.other_names import settled_token_weights
 
-            self.token_weights = settled(self, HALF_LIFE)
+            self.token_weights = settled_token_weights(self, HALF_LIFE)
 
     def check_held_out(self):
         """Raise a ValueError for held-out rows without a number, of data without an end."""

@@ -184,7 +184,7 @@ DOORS: dict[str, Door] = {
 # two tokenizers, which spelling.py makes, are on disk from the second run on.
 TOOLS = (
     "align_dp", "spelling", "rollout", "policy_losses",
-    "data.options.term_weights", "data.options.text_keys", "flags.early",
+    "data.options.term_weights", "data.options.text_keys",
     "flags.lists", "flags.tool", "job.commands.engine_process", "job.commands.kept_process",
     "job.ipc", "job.sequence_group", "job.trial", "job.several.values",
     "projection_tools.__main__", "projection_tools.save", "models.adapter_parts",

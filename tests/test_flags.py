@@ -139,7 +139,7 @@ def test_a_wrong_command_line_says_what_is_wrong(line):
 # --- paths ----------------------------------------------------------------------------------------
 
 # Flags whose descriptions speak of files, but whose values are none.
-NO_PATHS = {"split", "teacher_dtype", "teachers", "dtype",
+NO_PATHS = {"environment", "split", "teacher_dtype", "teachers", "dtype",
             "push_to_hub", "loss", "eval_split", "train_on", "lora_targets"}
 
 

@@ -117,7 +117,7 @@ HINTS = {
     "--loss_options '{\"matched_weight\": 0.5}'": "uld_hybrid_matched_weight",
     "--loss_options '{\"learn_projection\": true}'": "learnable",
     "--loss_topk": "opd_log_prob_top_k",
-    "--loss_topk_of": "opd_top_k_strategy",
+    "--loss_options '{\"topk_of\": \"student\"}'": "opd_top_k_strategy",
     "--projection": "projection_matrix_path",
     "--on_policy": "lmbda use_opd",
     "--writer vllm": "use_vllm vllm_mode vllm_server_base_url",
