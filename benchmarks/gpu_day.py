@@ -107,6 +107,12 @@ STUDIES = {
         "that it accepts, before and after 400 steps", "draft", {
             "text alone": (120, TEXT), "piece_kl alone": (80, alone("piece_kl")),
             "total_variation alone": (80, alone("total_variation"))}, needs_model=True),
+    "turns": Study(
+        "SmolLM2-135M-Instruct answers questions in turns with a calculator, and learns from "
+        "itself, which has read the solution: share of right answers before and after 60 steps of "
+        "32 episodes", "turns", {
+            "solution": (200, {}), "solution + reward": (200, {"reward_weight": 1.0})},
+        needs_model=True),
     "step": Study(
         "Llama-3.2-1B learns from twelve of Qwen3-4B's 36 layers by piece_kl, 12,288 tokens a step "
         "in three micro-batches", "step", {

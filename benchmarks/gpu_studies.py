@@ -11,6 +11,7 @@ import inspect
 import json
 import math
 import os
+import random
 import re
 import shutil
 import signal
@@ -462,6 +463,66 @@ def draft(place, **flags):
     flags["export"] = flags["output_dir"] / "student"
     gpu_job.on_ranks(1, gpu_job.run_job, as_argv(flags))
     return {"before": before, "after": accepted(place, flags["export"])} | seconds_of(flags)
+
+
+# --- turns with a tool ----------------------------------------------------------------------------
+
+SAY_HOW = ("You may use a calculator: end what you say with an expression in << and >>, such as "
+           "<<12 * 7>>, and you are told its value. Then say the answer.")
+QUESTIONS, TURN_STEPS = 96, 60
+
+
+def write_questions(place, folder):
+    """Write a model with a chat template, and rows of questions with their solutions."""
+    folder.mkdir()
+    write_model(place, folder / "model")
+    if place.tiny:
+        tokenizer = AutoTokenizer.from_pretrained(folder / "model")
+        tokenizer.chat_template = (
+            "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
+            "{% if add_generation_prompt %}assistant: {% endif %}")
+        tokenizer.save_pretrained(folder / "model")
+    rng = random.Random(0)
+    rows = []
+    for _ in range(16 if place.tiny else 2048):
+        first, second = rng.randint(12, 99), rng.randint(3, 99)
+        question = (f"A shelf holds {first} books. How many books do {second} such shelves hold?")
+        chat = [{"role": "system", "content": SAY_HOW}, {"role": "user", "content": question}]
+        rows.append({"prompt": chat, "answer": first * second,
+                     "messages": [*chat, {"role": "assistant", "content": f"{first * second}"}],
+                     "solution": f"Say <<{first} * {second}>>, then {first * second}."})
+    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def turns(place, reward_weight=0.0):
+    """Let a model learn a tool from itself, which has read the solution.
+
+    Returns:
+        right, turns, nats_per_byte: share of right answers to held-out questions, turns of an
+        episode, and reverse KL of what it says, before and after.
+    """
+    folder = demo.make_once(place.folder / "turns", partial(write_questions, place))
+    samples = 4 if place.tiny else 32
+    config = json.loads((ROOT / "ds_configs/zero2.json").read_text())
+    (place.folder / "ds-turns.json").write_text(json.dumps(
+        config | {"train_batch_size": samples, "bf16": {"enabled": True}}))
+    asked = {"function": "calculator", "max_turns": 3, "reward_weight": reward_weight}
+    flags = {"student": folder / "model", "teacher": "self", "teacher_prompt_key": "solution",
+             "data": folder / "rows.jsonl", "text_key": "messages", "prompt_key": "prompt",
+             "ds_config": place.folder / "ds-turns.json", "loss": "reverse_kl", "on_policy": 1,
+             "rollouts_per_prompt": 4, "rollout_tokens": 8 if place.tiny else 96,
+             "environment": json.dumps(asked), "learning_rate": 1e-5, "max_length": 512,
+             "steps": 2 if place.tiny else TURN_STEPS, "eval_rows": 4 if place.tiny else QUESTIONS,
+             "rollout_eval": 4 if place.tiny else QUESTIONS,
+             "output_dir": place.folder / f"run-{os.getpid()}-{next(RUNS)}"}
+    gpu_job.on_ranks(1, gpu_job.run_job, as_argv(flags))
+    lines = (flags["output_dir"] / "metrics.jsonl").read_text().splitlines()
+    judged = [line for line in map(json.loads, lines) if "eval/rollout/turns" in line]
+    figures = {}
+    for name, key in (("right", "reward"), ("turns", "turns"),
+                      ("nats_per_byte", "reverse_kl_per_byte")):
+        figures[name] = [line.get(f"eval/rollout/{key}") for line in (judged[0], judged[-1])]
+    return figures | seconds_of(flags)
 
 
 # --- students that outweigh their loss ------------------------------------------------------------
