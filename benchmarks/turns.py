@@ -9,8 +9,9 @@ digits as tokens, the teacher pairs of them, and each its own chat template with
 From there on every arm takes equally many steps of equally many samples:
 
 text        solutions that the teacher wrote, cross-entropy alone
-data        the same solutions, with the teacher's distributions (piece_kl) beside it
-turns       what the student writes in turns with the calculator, reverse_kl against the teacher
+data        the same, and beside it generalized_jsd against the teacher
+turns       the same, but half of the samples are what the student writes in turns with the
+            calculator, which have no cross-entropy
 rewarded    the same with the calculator's judgment as a reward
 
 Each is judged on held-out questions by draws at temperature 1: the share of right answers, and of
@@ -29,6 +30,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
+from benchmarks.square_table import half_interval
 from isogloss import demo
 from isogloss.environments.calculator import TOOLS, computed
 from isogloss.flags.parse import flag
@@ -37,7 +39,6 @@ from isogloss.flags.tool import tool
 RECORDS = ROOT / "docs" / "log" / "turns.jsonl"
 HELD_OUT, SOLUTIONS, FEW, WRITTEN = 200, 20_000, 3_000, 3_200
 BEFORE = "teacher", "student"  # models before the arms
-STUDENTS_T = 12.71, 4.30, 3.18, 2.78
 BATCH, PER_PROMPT = 16, 4
 TOKENS = "--rollout_tokens=48"
 TEACHER_STEPS, FIRST_STEPS = 5000, 560
@@ -57,9 +58,10 @@ MARKS = (["<|im_start|>", "<|im_end|>"],
          ["<|user|>", "<|assistant|>", "<|tool|>", "<|eot|>"])
 ARMS = {
     "text": ["--kd_weight=0"],
-    "data": ["--loss=piece_kl"],
-    "turns": ["--loss=reverse_kl", "--on_policy=1", f"--rollouts_per_prompt={PER_PROMPT}"],
-    "rewarded": ["--loss=reverse_kl", "--on_policy=1", f"--rollouts_per_prompt={PER_PROMPT}"],
+    "data": ["--loss=generalized_jsd"],
+    "turns": ["--loss=generalized_jsd", "--on_policy=0.5", f"--rollouts_per_prompt={PER_PROMPT}"],
+    "rewarded": ["--loss=generalized_jsd", "--on_policy=0.5",
+                 f"--rollouts_per_prompt={PER_PROMPT}"],
 }
 
 
@@ -155,16 +157,14 @@ def take_arm(folder, options, arm, seed):
     """Return the record of an arm."""
     name = f"{arm}_{seed}"
     flags = [*ARMS[arm], f"--student={folder / 'student'}", f"--seed={seed}",
-             f"--steps={options.steps}", f"--learning_rate={options.learning_rate}"]
+             f"--steps={options.steps}", f"--learning_rate={options.learning_rate}",
+             f"--data={folder / 'written.jsonl'}"]
     if arm != "text":
         flags.append(f"--teacher={folder / 'teacher'}")
     if arm in ("turns", "rewarded"):
         weight = options.reward_weight if arm == "rewarded" else 0.0
         asked = {"function": "calculator", "max_turns": 3, "reward_weight": weight}
-        flags += [TOKENS, f"--data={folder / 'solutions.jsonl'}", "--prompt_key=prompt",
-                  f"--environment={json.dumps(asked)}"]
-    else:
-        flags.append(f"--data={folder / 'written.jsonl'}")
+        flags += [TOKENS, "--prompt_key=prompt", f"--environment={json.dumps(asked)}"]
     run(folder, name, *flags)
     return {"arm": arm, "seed": seed, "steps": options.steps} | judged(folder, name, folder / name)
 
@@ -182,7 +182,9 @@ def write_solutions(folder):
         if record["episode"]["reward"]:
             question = record["prompt"].partition("<|user|>")[2].partition("<|eot|>")[0]
             asked = [{"role": "user", "content": question}]
-            rows.append({"messages": [*asked, *record["messages"]], "tools": TOOLS})
+            answer = computed(question.removeprefix("What is ").removesuffix("?"))
+            rows.append({"messages": [*asked, *record["messages"]], "tools": TOOLS,
+                         "answer": answer, "prompt": asked})
     write_rows(folder / "written.jsonl", rows)
 
 
@@ -191,7 +193,7 @@ def mean_and_half(values):
     mean = statistics.mean(values)
     if len(values) < 2:
         return mean, float("nan")
-    return mean, STUDENTS_T[len(values) - 2] * statistics.stdev(values) / len(values)**0.5
+    return mean, half_interval(values)
 
 
 def table(records):

@@ -8,6 +8,7 @@ import sys
 from functools import reduce
 
 import torch.distributed as dist
+from tqdm import tqdm
 
 from isogloss.checkpoints.checkpoint import checkpoint_name, save_checkpoint
 from isogloss.checkpoints.model_card import license_rules, worse_teachers
@@ -16,7 +17,7 @@ from isogloss.doors import door
 from isogloss.errors import CannotSave
 from isogloss.evaluation.evaluate import evaluate, metrics_of
 from isogloss.flags.model_names import without_secrets
-from isogloss.flags.terminal import one_line
+from isogloss.flags.terminal import one_line, unguarded
 from isogloss.inputs import num_readers
 from isogloss.job.columns import to_device
 from isogloss.job.counts import global_sums
@@ -69,7 +70,8 @@ def epochs_of(data, num_samples):
 def tell(text):
     """Print a line on rank 0's terminal: of what goes well, so the program is not named."""
     if dist.get_rank() == 0:
-        print(one_line(without_secrets(text)), file=sys.stderr, flush=True)
+        # above the bar, if there is one
+        tqdm.write(one_line(without_secrets(text)), file=unguarded(sys.stderr))
 
 
 def counted(number, thing):

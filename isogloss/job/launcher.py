@@ -9,6 +9,11 @@ Tests: tests/test_launch.py.
 import signal
 from unittest import mock
 
+if __name__ == "__main__":
+    # before there are threads, of which any would take it for this process; so also of ranks until
+    # `parse.prepare_rank`; here it stays pending
+    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
+
 import psutil
 from deepspeed.launcher import launch
 
@@ -17,8 +22,6 @@ SAVING_SECONDS = 1800  # where all save, because a signal asks them to end
 
 
 def main():
-    # so also of ranks until `parse.prepare_rank`; here it stays pending
-    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
     asked = []
     end_tree = launch.terminate_process_tree
     set_handler = signal.signal
