@@ -3,6 +3,7 @@
 import ast
 import itertools
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -498,6 +499,8 @@ def test_a_job_that_is_interrupted_at_once_says_so(small_run, tmp_path, is_train
     job = Job(small_run(output, "--num_workers=1", "--steps=100000"), ranks.free_port(),
               our_command(tmp_path))
     wait_until(lambda: has_trained(job, output, 0) if is_training else len(job.ranks()) == 2)
+    [launcher] = job.launchers()
+    assert all(map(blocks_interrupts, Path(f"/proc/{launcher}/task").iterdir()))
     os.killpg(job.runner.pid, signal.SIGINT)
     if is_training:
         time.sleep(0.02)
@@ -506,6 +509,12 @@ def test_a_job_that_is_interrupted_at_once_says_so(small_run, tmp_path, is_train
     assert code == 130 and "Traceback" not in message, message
     expected = "ended at once" if is_training else "nothing to save yet"
     assert expected in message or f"saved {output}" in message, message
+
+
+def blocks_interrupts(thread):
+    """Tell whether a thread leaves SIGINT to others; one that does not takes it for them all."""
+    mask = re.search(r"SigBlk:\s*(\w+)", (thread / "status").read_text())[1]
+    return bool(int(mask, 16) & 1 << signal.SIGINT - 1)
 
 
 @pytest.mark.slow
