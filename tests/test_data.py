@@ -221,7 +221,7 @@ def test_routes_are_read_beside_the_text():
     row = {"text": "a", "teacher": None, "other": "b"}
     assert order.ExampleReader("text")(row).route is ...  # every teacher
     assert order.ExampleReader("text", "teacher")(row).route is None
-    assert order.ExampleReader("text", "other")(row) == ("a", "b", None, None, 0, (), 1.0)
+    assert order.ExampleReader("text", "other")(row) == ("a", "b", None, None, 0, (), 1.0, None)
 
 
 def test_held_out_rows_are_read_once_by_equally_many_batches(dataset):

@@ -458,7 +458,8 @@ def prepare_rank(program=None):
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, signal.SIG_DFL)  # no traceback of an import
     signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])  # see job/launcher.py
-    if os.environ.get("WORLD_SIZE") or os.environ.get("LOCAL_RANK") or os.environ.get("RANK"):
+    if re.search(r"^(WORLD_SIZE|(LOCAL_)?RANK|LOCAL_(WORLD_)?SIZE|MASTER_PORT)$",
+                 "\n".join(os.environ), re.MULTILINE):
         from isogloss.flags.launcher_variables import check_launcher
 
         with refusing(program, loud=is_first_of_node()):
