@@ -82,14 +82,15 @@ REPLACED = {
 # {what is made for the tests: the names under which commands know it}
 INPUTS = {
     "student": """S A E M DIR smollm2 openai-community/gpt2 HuggingFaceTB/SmolLM2-135M
-        HuggingFaceTB/SmolLM2-1.7B HuggingFaceTB/SmolLM2-1.7B-Instruct Qwen/Qwen3-1.7B""",
+        HuggingFaceTB/SmolLM2-1.7B HuggingFaceTB/SmolLM2-1.7B-Instruct Qwen/Qwen3-1.7B
+        google-t5/t5-small""",
     "teacher": """T B llama3 qwen2 gpt2 Qwen/Qwen2-0.5B Qwen/Qwen3-0.6B Qwen/Qwen3-4B
         Qwen/Qwen3-8B meta-llama/Llama-3.1-70B-Instruct""",
     "second_teacher": "C llama2 mistral_v7 deepseek_coder google/gemma-3-12b-it "
                       "google/gemma-3-4b-it",
     "texts.jsonl": "corpus.jsonl D/a.jsonl org/name/a.jsonl "
                    "HuggingFaceFW/fineweb-edu:sample-10BT/a.jsonl",
-    "chats.jsonl": "chats.jsonl HuggingFaceTB/smoltalk:all/a.jsonl "
+    "chats.jsonl": "chats.jsonl sums.jsonl HuggingFaceTB/smoltalk:all/a.jsonl "
                    "open-r1/OpenR1-Math-220k/a.jsonl",
     "prose.txt": "a.txt F.txt G.py english.txt stories.txt numbers.txt code.txt chinese.txt "
                  "japanese.txt",
