@@ -202,7 +202,8 @@ def tiny(tmp_path_factory):
     for number, line in enumerate((tiny / "chats.jsonl").read_text().splitlines()):
         row = json.loads(line)
         source = "metamathqa-50k" if number % 2 else "everyday-conversations"
-        rows.append({"messages": row["messages"], "solution": row["hint"], "source": source})
+        rows.append({"messages": row["messages"], "solution": row["hint"], "source": source,
+                     "answer": number})
     prepare.write_rows(tiny / "chats.jsonl", rows)
     texts = (tiny / "texts.jsonl").read_text().splitlines(keepends=True)[:NUM_TEXTS]
     (tiny / "texts.jsonl").write_text("".join(texts))
