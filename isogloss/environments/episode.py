@@ -77,7 +77,6 @@ class Episode:
         whole: the prompt of the next turn, as text.
         num_entropy: (number of the student's tokens, sum of its entropy there).
         is_canonical: see `rollouts.Rollout`.
-        has_room: another turn fits.
         is_over: no other turn follows.
         outcome: what came of it: turns; calls and invalid_calls, their number; ended: the
             environment said so; reward, None: there was none; error: why it is left out.
@@ -91,7 +90,6 @@ class Episode:
     whole: str = ""
     num_entropy: tuple = (0, 0.0)
     is_canonical: bool = True
-    has_room: bool = True
     is_over: bool = False
     outcome: dict = field(default_factory=lambda: {
         "calls": 0, "invalid_calls": 0, "ended": False, "reward": None, "error": ""})
@@ -165,7 +163,6 @@ class Episode:
         room = encoder.max_length + 1 - len(self.ids) - len(ids)
         if room < 1:
             self.is_over = True
-            self.has_room = False
             return
         self.messages = messages
         self.parts.append((ids, np.full(len(ids), np.nan, np.float32)))

@@ -21,7 +21,6 @@ from isogloss.job.rendezvous import values_of_ranks
 from isogloss.rollout import hash_counters
 
 __all__ = ["Episodes", "check", "compared_by_turn", "heard_by", "load_episodes", "nats_by_turn",
-
            "policy_pull", "weigh_policy"]
 
 SEED_BITS = 31
@@ -36,6 +35,7 @@ class Episodes:
         options: of --environment.
         process: EnvironmentProcess of this rank.
         open: (Episode, the Prompt that it begins with) of those that are written.
+        batches: that were begun; what failed in the middle is begun anew, not gone on with.
         failed: episodes of the latest batch on this rank that are left out.
         failed_in_a_row: of all ranks, with none in between that was not left out.
     """
@@ -45,6 +45,7 @@ class Episodes:
     options: dict
     process: EnvironmentProcess
     open: list = field(default_factory=list)
+    batches: int = 0
     failed: int = 0
     failed_in_a_row: int = 0
 
@@ -54,6 +55,7 @@ class Episodes:
         Args:
             prompts: RolloutPrompts of this rank; starts: `rollout.Prompt` of each.
         """
+        self.batches += 1
         self.open = [(Episode(replace(prompt)), start) for prompt, start in zip(prompts, starts)]
         if self.process.begins:
             for (episode, _), answer in zip(self.open, self._ask("begin", self.open)):
@@ -134,7 +136,8 @@ class Episodes:
             if shown:
                 messages = [*messages[:-1], shown[number]]
             questions.append({
-                "key": json.dumps(start.key), "do": what, "row": episode.prompt.row,
+                "key": json.dumps([self.batches, *start.key]), "do": what,
+                "row": episode.prompt.row,
                 "seed": hash_counters(*start.key) >> (64 - SEED_BITS), "messages": messages,
                 "tools": episode.prompt.tools})
         return self._together(lambda: self.process.answers(questions))
