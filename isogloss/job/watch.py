@@ -125,6 +125,15 @@ def _is_launcher(words):
     return not modules.isdisjoint(words) or "torchrun" in [Path(word).name for word in words[:3]]
 
 
+def _is_adopted(process):
+    """Tell whether the parent of a process is one that takes in those whose own has ended."""
+    parent = _parent(process)
+    try:
+        return parent <= 1 or os.getsid(parent) != os.getsid(process)
+    except OSError:
+        return True
+
+
 def find_launchers():
     """Return the ids of the launchers above this process, and whether one is missing.
 
@@ -145,10 +154,13 @@ def find_launchers():
             # For one node the runner is the parent, and says nothing of a node's number.
             by_runner = any(word.startswith("--log_level") for word in words)
             on_one_node = not any(word.startswith("--node_rank") for word in words)
-            runner_gone = not _is_runner(_words(_parent(process)))
-            orphaned = by_runner and on_one_node and runner_gone
+            runner = _parent(process)
+            if by_runner and on_one_node:
+                orphaned = _is_adopted(process) and not _is_runner(_words(runner))
+                if not orphaned and runner not in launchers:
+                    launchers.append(runner)  # whatever its name: a notebook, a script
         process = _parent(process)
-    return launchers, orphaned
+    return list(dict.fromkeys(launchers)), orphaned
 
 
 @contextmanager
@@ -161,6 +173,8 @@ def end_with_launchers():
         while not orphaned and all(is_running(process) for process in launchers):
             if end.wait(PERIOD):
                 return
+        if is_first_rank():
+            print(line_about("the launcher is gone, so the job ends"), file=sys.stderr, flush=True)
         os.kill(os.getpid(), signal.SIGTERM)
 
     if launchers or orphaned:
