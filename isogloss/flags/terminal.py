@@ -78,13 +78,11 @@ def _format_warning(message, category, filename, lineno, line=None):
 
 
 def _show_warning(message, category, filename, lineno, file=None, line=None):
-    """Print a warning above a progress bar, if there is one."""
+    """Print a warning, above a progress bar if there is one."""
+    from tqdm import tqdm
+
     text = harmless(warnings.formatwarning(message, category, filename, lineno, line))
-    file = file or sys.stderr
-    if file is not None and "tqdm" in sys.modules:
-        sys.modules["tqdm"].tqdm.write(text, file=unguarded(file), end="")
-    elif file is not None:
-        file.write(text)
+    tqdm.write(text, file=unguarded(file or sys.stderr), end="")
 
 
 def unguarded(stream):
