@@ -25,7 +25,7 @@ new        students that know the library's documentation meet its sources
 little     fresh students, little text
 long       fresh students, more text, 3,000 steps, stopped where the chosen passages are best
 above      little, from a teacher far above the students: --teacher DIR, a real model
-large_N    N passages for students of 12 million weights and vocabularies of 8 and 4 thousand
+large_N    N passages for students of 8 million weights and vocabularies of 8 and 4 thousand
 
 Students of a seed begin with the same weights and see the same batches.  What is run, and with
 which weights, square_table.py says; every run is a line in docs/log/square_*.jsonl, and what stands
@@ -92,6 +92,7 @@ SHORTEST = 60  # characters; headings and one-word docstrings teach nothing
 SKIPPED_FOLDERS = {"site-packages", "test", "tests", "idlelib", "lib2to3", "pydoc_data",
                    "turtledemo", "idle_test"}
 CHOOSING, REPORTING = 96, 192  # held-out passages
+ASKED_ROWS = 64  # of the reported ones, on which a student is compared with teachers
 DOMAINS = {"sources": ("report", REPORTING), "documentation": ("documentation", CHOOSING)}
 MOST_TEXTS = 60_000  # to learn from
 MAX_LENGTH = 512
@@ -153,10 +154,10 @@ SCALES = {
         "h_kl,alm,uld"),
     "large": Scale(
         ROOT / "runs" / "large_square", dict(bytes=8192, digits=4096, unigram=8192),
-        teacher=(512, 1376, 10, 8), student=(320, 864, 8, 5), batch=8,
-        teacher_steps=1500, teacher_batch=16, teacher_rate=1e-3, kept_every=50, regimes=LARGE,
-        rates=(1e-3,), pairs=(("bytes", "digits"),), weight=1.0, seeds=3, step_seconds=2.5,
-        losses=f"{TEXT},{FIRST},{LARGE_RIVAL}")}
+        teacher=(320, 864, 8, 5), student=(256, 688, 8, 4), batch=8,
+        teacher_steps=1000, teacher_batch=8, teacher_rate=1.5e-3, kept_every=50, regimes=LARGE,
+        rates=(1.5e-3,), pairs=(("bytes", "digits"), ("bytes", "bytes")), weight=1.0, seeds=3,
+        step_seconds=0.8, losses=f"{TEXT},{FIRST},{LARGE_RIVAL}")}
 scale = SCALES["small"]
 
 
@@ -300,14 +301,14 @@ def teacher(kind):
 
 
 @cache
-def hidden(kind, num_rows):
-    """Return (hidden states of a teacher, for each row to train on; its seconds a row)."""
-    path = scale.runs / f"hidden-{name_of(kind)}-{num_rows}.pt"
+def hidden(kind, part, num_rows):
+    """Return (hidden states of a teacher, for each row of a part; its seconds a row)."""
+    path = scale.runs / f"hidden-{name_of(kind)}-{part}-{num_rows}.pt"
     if not path.exists():
         start = now()
         rows = []
         with torch.no_grad():
-            for ids in encoder(kind).encode(corpus()["train"][:num_rows]):
+            for ids in encoder(kind).encode(corpus()[part][:num_rows]):
                 ids = torch.from_numpy(ids)[None, :MAX_LENGTH].to(device())
                 rows.append(teacher(kind).base_model(input_ids=ids)[0][0].half().cpu())
         seconds = (now() - start) / num_rows
@@ -454,7 +455,7 @@ def trained(run, until):
     texts = corpus()["train"][: regime.rows]
     before = bits_before(run.regime, run.student, run.seed)
     student = student_of(run.regime, run.student, run.seed)
-    kd = None if run.loss == TEXT else TeacherLoss(run, regime.rows)
+    kd = None if run.loss == TEXT else TeacherLoss(run, "train", regime.rows)
     every = math.ceil(run.steps / regime.checks)
     progress = {"seconds": 0.0, "curve": []}  # a look each
     clock = [now()]
@@ -464,13 +465,14 @@ def trained(run, until):
             return False
         progress["seconds"] += now() - clock.pop()
         model.eval()
-        progress["curve"].append({
-            "step": step + 1, "seconds": round(progress["seconds"], 1),
-            "choose": round(bits_per_byte(model, run.student, "choose"), 5),
-            "after": bits_by_domain(model, run.student)})
+        choose = round(bits_per_byte(model, run.student, "choose"), 5)
         model.train()
-        clock.append(now())
+        progress["curve"].append({"step": step + 1, "seconds": round(progress["seconds"], 1),
+                                  "choose": choose})
         best = min(progress["curve"], key=lambda one: one["choose"])
+        if best["step"] == step + 1:
+            progress["best"] = {name: one.clone() for name, one in model.state_dict().items()}
+        clock.append(now())
         return step + 1 - best["step"] >= PATIENCE * every
 
     key = sha256(json.dumps(asdict(run))).hex()[:16]
@@ -479,14 +481,48 @@ def trained(run, until):
           weights=(run.ce_weight, run.weight), after=look, saved=saved, progress=progress,
           until=until)
     best = min(progress["curve"], key=lambda one: one["choose"])
+    student.load_state_dict(progress["best"])
     record = asdict(run) | {
         "form": FORMS.get(run.loss, "published"), "rows": regime.rows,
         "passages": best["step"] * scale.batch, "before": before, **best,
+        "after": bits_by_domain(student, run.student),
+        "agreement": agreement(student, run),
         "teacher_row": round(kd.seconds, 6) if kd else 0.0}
     if regime.checks > 1:
         record["curve"] = progress["curve"]
         saved.unlink(missing_ok=True)
     return record
+
+
+@torch.no_grad()
+def agreement(student, run):
+    """Return {teacher: {measure: mean}} of a student on reported rows; of text, by all teachers.
+
+    Measures are those of rivals.Agreement, where a chunk of both tokenizers begins.
+    """
+    found = {}
+    for teacher_name in [run.teacher] if run.teacher else teachers_there():
+        measures = found[teacher_name] = {}
+        for measure in rivals.AGREEMENT:
+            asked = replace(run, teacher=teacher_name, loss=measure)
+            compare = TeacherLoss(asked, "report", ASKED_ROWS)
+            collator = Collator(encoder(run.student), [compare.options])
+            values = []
+            for first in range(0, ASKED_ROWS, 16):
+                numbers = range(first, first + 16)
+                texts = [corpus()["report"][number] for number in numbers]
+                batch = to_device(collator(texts), device())
+                logits = student(input_ids=batch.student.ids).logits.flatten(0, 1)
+                values.append((float(compare(logits, batch, numbers)),
+                               batch.counts.pairs[0].kd_terms))
+            measures[measure] = round(sum(value * num for value, num in values)
+                                      / sum(num for _, num in values), 5)
+    return found
+
+
+def teachers_there():
+    """Return the names of the teachers of the square that have been made."""
+    return [kind for kind in KINDS if (scale.runs / f"teacher-{name_of(kind)}.pt").exists()]
 
 
 def timed(cost):
@@ -500,7 +536,7 @@ def timed(cost):
         for loss in cost.losses:
             run = Run(regime, cost.student, cost.teacher, loss, 1.0, scale.rates[0], 0, 4)
             if loss != TEXT and loss not in losses:
-                losses[loss] = TeacherLoss(run, rows)
+                losses[loss] = TeacherLoss(run, "train", rows)
             marks = []
             learn(fresh(scale.student, cost.student, 0).to(device()), cost.student, texts, 4,
                   kd=losses.get(loss), rate=run.rate, weights=(1.0, 1.0),
@@ -584,7 +620,7 @@ class TeacherLoss:
     seconds: that the teacher takes for a row.
     """
 
-    def __init__(self, run, num_rows):
+    def __init__(self, run, part, num_rows):
         kinds = run.student, run.teacher
         rivals.add()
         student, teacher_name = [str(folder_of(kind)) for kind in kinds]
@@ -593,7 +629,7 @@ class TeacherLoss:
         encoders = [encoder(kind) for kind in kinds]
         self.loss = build_loss(cfg, *encoders, device())
         self.options = PairOptions(encoders[1], self.loss.spelling)
-        self.rows, self.seconds = hidden(run.teacher, num_rows)
+        self.rows, self.seconds = hidden(run.teacher, part, num_rows)
         weight = teacher(run.teacher).get_output_embeddings().weight.detach()
         self.head = weight[: len(encoders[1].table)]
 
