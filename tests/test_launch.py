@@ -15,10 +15,12 @@ from functools import partial
 from importlib import import_module
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 import ranks
 from conftest import ROOT
+from isogloss.job import watch
 from jobs import ds_config, losses_of, run_all, short_run, write_corpus
 from launched import PATIENCE, Job, die_after, our_command, run_with_trouble, wait_until
 
@@ -444,6 +446,26 @@ def test_no_thread_of_a_group_outlives_it():
     """While Python ends, such a thread aborts the process now and then."""
     done = subprocess.run([sys.executable, "-c", LEAVING], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("another_rank_had_it", [False, True])
+def test_a_signal_while_ranks_agree_names_the_step_that_is_the_last(
+        another_rank_had_it, monkeypatch, capfd):
+    with watch.signal_handlers_restored():
+        signals = watch.StopSignals()
+        signals.step = 7
+
+        def sums(values):
+            if not signals.received:
+                signals._note(signal.SIGINT, None)  # this rank has said already that it has none
+            return np.array(values) + [another_rank_had_it, 0, 0, 0]
+
+        monkeypatch.setattr(watch, "global_sums", sums)
+        stop = signals.agree()
+        assert stop == (signal.SIGINT if another_rank_had_it else 0)
+        assert capfd.readouterr().err == f"\nending after step {7 if stop else 8}\n"
+        signals.step += 1
+        assert signals.agree() == signal.SIGINT and not capfd.readouterr().err
 
 
 # --- signals through the real launcher ------------------------------------------------------------
