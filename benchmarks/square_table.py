@@ -437,16 +437,16 @@ def studies(records):
 def as_run(records, regime):
     """Return rows of all runs of a regime whose weights were given, not chosen.
 
-    The text's best is that after the steps with which it is best on the chosen passages.
+    Text at its best is that after the steps with which it is best on the chosen passages.
     """
     groups = defaultdict(dict)
     for name, record in records.of.items():
         if isinstance(name, Run) and name.regime == regime and name.seed < min(SEEDS_TO_CHOOSE):
             key = name.student, name.teacher, name.loss, name.weight, name.rate, name.steps
             groups[key][name.seed] = record
-    rows = [["student <- teacher", "loss", "weight", "steps", "bits per byte",
-             "gain over text after as many steps", "over text's best", "same token as the teacher",
-             "total variation", "CPU seconds: teacher live; cached", "n"]]
+    rows = [["`--loss`", "student <- teacher", "weight", "steps", "bits per byte",
+             "over text after as many steps", "over text at its best", "documentation, likewise",
+             "same likeliest token", "CPU seconds: teacher live; cached", "n"]]
     for key, by_seed in sorted(groups.items()):
         student, teacher, loss, weight, rate, steps = key
         texts = {one[-1]: runs for one, runs in groups.items()
@@ -455,35 +455,33 @@ def as_run(records, regime):
             continue
         best = min(texts, key=lambda one: statistics.mean(
             record["choose"] for record in texts[one].values()))
-        gains = [difference(texts.get(one, {}), by_seed) for one in (steps, best)]
+        gains = [difference(texts.get(steps, {}), by_seed, "sources"),
+                 *(difference(texts[best], by_seed, domain) for domain in DOMAINS)]
         medians = [statistics.median(seconds(one, is_cached) for one in by_seed.values())
                    for is_cached in (False, True)]
-        rows.append([f"{student} <- {teacher or 'none'}", loss, f"{weight:g}", str(steps),
+        rows.append([loss, f"{student} <- {teacher or 'none'}", f"{weight:g}", str(steps),
                      interval([one["after"]["sources"] for one in by_seed.values()]),
                      *(interval(one) if len(one) > 1 and any(one) else "" for one in gains),
-                     *agreements(by_seed.values()), "; ".join(f"{one:.0f}" for one in medians),
+                     likeliest(by_seed.values()), "; ".join(f"{one:.0f}" for one in medians),
                      str(len(by_seed))])
     return rows
 
 
-def difference(texts, runs):
+def difference(texts, runs, domain):
     """Return by how many bits per byte runs are better than those of the text, seed by seed."""
-    return [texts[seed]["after"]["sources"] - runs[seed]["after"]["sources"]
-            for seed in sorted(set(texts) & set(runs))]
+    return [texts[seed]["after"][domain] - runs[seed]["after"][domain]
+            for seed in sorted(set(texts) & set(runs))
+            if domain in texts[seed]["after"] and domain in runs[seed]["after"]]
 
 
-def agreements(runs):
-    """Return the cells of how far students believe what their teacher does; of text, each one."""
-    cells = []
-    for measure in ("same_token", "total_variation_common"):
-        by_teacher = defaultdict(list)
-        for record in runs:
-            for teacher, measures in record.get("agreement", {}).items():
-                by_teacher[teacher].append(measures[measure])
-        means = [f"{statistics.mean(values):.3f}" + f" ({teacher})" * (len(by_teacher) > 1)
-                 for teacher, values in sorted(by_teacher.items())]
-        cells.append("; ".join(means))
-    return cells
+def likeliest(runs):
+    """Return how often student and teacher find the same token likeliest; of text, each teacher."""
+    by_teacher = defaultdict(list)
+    for record in runs:
+        for teacher, measures in record.get("agreement", {}).items():
+            by_teacher[teacher].append(measures["same_token"])
+    return "; ".join(f"{statistics.mean(values):.3f}" + f" ({teacher})" * (len(by_teacher) > 1)
+                     for teacher, values in sorted(by_teacher.items()))
 
 
 def shares(study, loss):
@@ -509,6 +507,7 @@ PAIRS = {("digits", "bytes"): "finer", ("bytes", "digits"): "coarser",
          ("bytes", "unigram"): "crossing"}
 # tables of before every run was kept: the first has no seeds, the second the gain of each
 OLDER = {False: "square_new.json", True: "square_new_equal_seconds.json"}
+PAGE_LARGE = "large_500"
 OLDER_STEPS = 375  # of the text alone, in the seconds of the second
 RENAMED = {"bpm": "bpm_fkl"}  # what older tables call a form
 ROWS = (FIRST, TEXT, "simct", "simct_fkl", "bpm", "bpm_fkl", "csd", "projection_kl", "h_kl", "alm",
@@ -568,7 +567,7 @@ class Args:
 
     records: str = flag(str(LOG), "folder of square_*.jsonl.")
     merge: str = flag("", "folder with such files, or with a gpu_day.jsonl, to add to it.")
-    page: str = flag("", "page whose two tables of losses are written anew: docs/results.md.")
+    page: str = flag("", "page whose tables of losses are written anew: docs/results.md.")
 
 
 def merge(records, folder):
@@ -579,6 +578,13 @@ def merge(records, folder):
         for line in path.read_text().splitlines():
             for record in json.loads(line).get("records", []):
                 records.add(record)
+
+
+def page_tables(records):
+    """Return the tables of docs/results.md: much student, then little after equal steps, seconds.
+    """
+    rows = as_run(records, PAGE_LARGE)
+    return [markdown(rows), *(markdown(summary(records, equal)) for equal in (False, True))]
 
 
 def with_tables(text, tables):
@@ -605,8 +611,8 @@ def main(args):
     for regime in ("long", *LARGE):
         if len(rows := as_run(records, regime)) > 1:
             print(f"\n{regime}, weights as named\n\n{markdown(rows)}")
-    tables = [markdown(summary(records, equal_seconds)) for equal_seconds in (False, True)]
-    print("\nREADME.md's first claim and docs/results.md: after equal steps, after equal seconds\n")
+    tables = page_tables(records)
+    print("\nREADME.md's first claim and docs/results.md\n")
     print("\n\n".join(tables))
     if args.page:
         page = Path(args.page)
