@@ -402,7 +402,8 @@ def better_form(study, pair, forms):
         weight = study.weight_of(pair, form)
         if weight is not None:
             bits[form] = study.mean_to_choose(pair, form if weight else TEXT, weight)
-    return min(bits, key=bits.get) if len(bits) == len(forms) else None
+    is_known = len(bits) == len(forms) and None not in bits.values()
+    return min(bits, key=bits.get) if is_known else None
 
 
 def bars(study, equal_seconds):
@@ -508,6 +509,7 @@ PAIRS = {("digits", "bytes"): "finer", ("bytes", "digits"): "coarser",
 # tables of before every run was kept: the first has no seeds, the second the gain of each
 OLDER = {False: "square_new.json", True: "square_new_equal_seconds.json"}
 PAGE_LARGE = "large_500"
+OLDER_N = 8  # seeds of older tables, which fewer do not replace
 OLDER_STEPS = 375  # of the text alone, in the seconds of the second
 RENAMED = {"bpm": "bpm_fkl"}  # what older tables call a form
 ROWS = (FIRST, TEXT, "simct", "simct_fkl", "bpm", "bpm_fkl", "csd", "projection_kl", "h_kl", "alm",
@@ -553,7 +555,9 @@ def summary(records, equal_seconds):
     for loss in ROWS:
         for pair in PAIRS:
             gains = study.gains(pair, loss, equal_seconds)
-            if gains and (loss != TEXT or equal_seconds):
+            if not gains or (loss == TEXT and not equal_seconds):
+                continue
+            if (loss, pair) not in cells or len(gains.bits["sources"]) >= OLDER_N:
                 cells[loss, pair] = interval(list(gains.bits["sources"].values()))
     head = ["`--loss`", *(f"{student} <- {teacher}, {kind}"
                           for (student, teacher), kind in PAIRS.items())]
@@ -581,8 +585,7 @@ def merge(records, folder):
 
 
 def page_tables(records):
-    """Return the tables of docs/results.md: much student, then little after equal steps, seconds.
-    """
+    """Return the tables of docs/results.md: large students, small ones by steps and by seconds."""
     rows = as_run(records, PAGE_LARGE)
     return [markdown(rows), *(markdown(summary(records, equal)) for equal in (False, True))]
 

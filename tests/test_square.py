@@ -174,4 +174,5 @@ def test_a_large_student_learns_as_long_as_that_helps(records):
     assert {steps for loss, steps in order if loss != TEXT} == {300, 600}
     rows = {(row[0], row[3]): row for row in square_table.as_run(records, "large_500")}
     assert rows["piece_kl", "300"][5:7] == ["0.4000 ± 0.0000", "0.1000 ± 0.0000"]
+    assert len(square_table.bars(study, False)) == 1  # no weight was chosen
     assert rows[TEXT, "600"][5:7] == ["", ""] and rows[TEXT, "300"][6] == "-0.3000 ± 0.0000"
