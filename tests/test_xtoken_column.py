@@ -120,6 +120,9 @@ def test_a_rehearsal_that_is_killed_goes_on_to_its_table(tmp_path):
     for name in ("p_kl", "two"):
         steps = [line["step"] for line in losses_of(folder / name) if "loss" in line]
         assert steps == list(range(1, rehearsal.STEPS + 1)), name
+    # each is judged itself: another model is of another opinion
+    for path in ("items_mmlu.jsonl", "items_gsm8k.jsonl"):
+        assert len({(folder / name / path).read_text() for name in arms.split(",")}) == 3
     rows = rows_of((folder / "table.md").read_text())
     for name, arm in ARMS.items():
         pattern = r"\d+\.\d\d( ± \d+\.\d\d)?" if name in arms.split(",") else ""

@@ -32,7 +32,7 @@ def training_flags(made, recipe):
     flags = [f"--student={made}/student", f"--data={made}/texts.jsonl",
              f"--ds_config={made}/ds.json", f"--steps={STEPS}", f"--eval_every={STEPS}",
              "--save_every=2", "--eval_rows=4", "--max_length=120", "--join_rows=200",
-             "--num_workers=0"]
+             "--num_workers=0", "--learning_rate=0.01"]  # so that six steps show
     teachers = yaml.safe_load(Path(f"recipes/{recipe}.yaml").read_text()).get("teachers")
     if not teachers:
         return [*flags, f"--teacher={made}/teacher"]

@@ -150,20 +150,21 @@ def train(place, name):
 
 
 def judge(place, name):
-    """Judge an arm by the tasks that it is not judged by yet."""
+    """Judge an arm by the tasks that it is not judged by yet, and keep the verdict on each item."""
     from isogloss.job.files import write_atomically
 
     path = place.results(name)
+    path.parent.mkdir(parents=True, exist_ok=True)
     judged = read_results(path)
     for tasks, shots in JUDGMENTS:
         if set(tasks.split(",")) <= judged.keys():
             continue
         print(f"{name}: is judged by {tasks}", flush=True)
         model = place.student if name == "before" else place.export(name)
+        items = path.with_name(f"items_{tasks.partition(',')[0]}.jsonl")
         judged |= read_table(run(
             [*ranks_that_judge(), f"--model={model}", f"--tasks={tasks}", f"--shots={shots}",
-             *place.judging], subprocess.PIPE))
-        path.parent.mkdir(parents=True, exist_ok=True)
+             f"--output={items}", *place.judging], subprocess.PIPE))
         write_atomically(path, json.dumps(judged, indent=1))
 
 
