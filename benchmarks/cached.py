@@ -33,7 +33,7 @@ import torch
 import torch.distributed as dist
 from transformers import AutoTokenizer
 
-from benchmarks.square import batches_of, bits_of
+from benchmarks.square_models import batches_of, bits_of
 from benchmarks.square_table import interval, markdown
 from isogloss import cache, distill
 from isogloss.align import TokenTable

@@ -1,19 +1,23 @@
 """Compare losses by what they are worth to a draft: the share of its tokens that a target accepts.
 
-    python benchmarks/drafts.py ASSETS TARGET [--steps 30] [--seed 0] [--arms ...]
+    python benchmarks/drafts.py ASSETS TARGET [--steps 30] [--seeds 0] [--arms ...]
     python benchmarks/drafts.py ASSETS TARGET --speed STUDENT
+    python benchmarks/drafts.py ASSETS ASSETS/models/tinytalk_neo_3M --draft stories260K \
+        --steps 100 --seeds 0,1,2,3,4,5,6,7 --arms OWN      # half of the text or all is its own
 
 ASSETS has models/tinytalk_neo_3M, which becomes a draft of TARGET, the directory of a model with
 another tokenizer, and text/tinystories_1000.json.  An arm is LOSS:CE_WEIGHT:DATA; `text` is the
 text alone.  DATA is `stories`, or `written`, what TARGET writes behind the first tokens of these.
-Every student is judged by --eval_draft on held-out rows of both:
+With :SHARE behind it the draft writes that share of the samples, behind the same first tokens; such
+an arm is compared with the one without, seed by seed.  Every student is judged by --eval_draft on
+held-out rows of both:
 
 acceptance  eval/draft_acceptance, expected share of drafted tokens that TARGET accepts
 bits        bits per byte of the student
 
 The second command lets TARGET write with the draft STUDENT in transformers and without, and counts
-what is accepted.  Runs are kept in runs/drafts; complete ones are not repeated.  Figures of record
-are in docs/LOG.md.
+what is accepted.  Runs are kept in runs/drafts; complete ones are not repeated, and each is a line
+of docs/log/drafts.jsonl.
 """
 
 import json
@@ -33,18 +37,22 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.generation import candidate_generator, utils as generation
 
 from benchmarks.gpu_job import evaluate
+from benchmarks.square_table import interval
 from isogloss.distill import cli
 from isogloss.flags.parse import flag
 from isogloss.flags.tool import tool
 
 DRAFT = "tinytalk_neo_3M"
 RUNS = ROOT / "runs" / "drafts"
+RECORDS = ROOT / "docs" / "log" / "drafts.jsonl"
 HELD_OUT = 64
 PROMPT, LENGTH, SPOKEN = 12, 64, 100  # tokens of a row, and at most of one to judge
 PROMPTS, FEW, WRITTEN, DRAFTED = 24, 6, 64, 5  # of what is written with a draft
 BATCH = 16
 ARMS = ("text:1:stories,total_variation:0:stories,piece_kl:0:stories,reverse_kl:0:stories,"
         "generalized_jsd:0:stories,text:1:written,total_variation:0:written")
+OWN = ",".join(f"{loss}:0:stories{share}" for loss in ("total_variation", "piece_kl", "reverse_kl")
+               for share in ("", ":0.5", ":1"))
 COLUMNS = {
     "acceptance, stories": "stories/draft_acceptance",
     "acceptance, written": "written/draft_acceptance", "length, written": "written/draft_length",
@@ -64,9 +72,10 @@ class Args:
 
     assets: str = flag("", "folder with models/ and text/.")
     target: str = flag("", "directory of the target.")
-    arms: str = flag(ARMS, "LOSS:CE_WEIGHT:DATA, with commas.")
+    draft: str = flag(DRAFT, "folder below models/ of what becomes a draft.")
+    arms: str = flag(ARMS, "LOSS:CE_WEIGHT:DATA[:SHARE], with commas; OWN: nine with own text.")
     steps: int = flag(30, "optimizer steps.", low=1)
-    seed: int = flag(0, "of the order of the rows.", low=0)
+    seeds: str = flag("0", "of the order of the rows, with commas.")
     learning_rate: float = flag(5e-4, "of AdamW, falling to 0.", low=1e-9)
     speed: str = flag("", "directory of a draft: tokens a second with it and without.")
 
@@ -80,19 +89,21 @@ def prepare(args):
     RUNS.mkdir(parents=True, exist_ok=True)
     (RUNS / "ds.json").write_text(json.dumps(DS_CONFIG))
     save_rows(RUNS / "all.jsonl", [{"text": text} for text in stories(args)])
-    if not (RUNS / "target.jsonl").exists():
+    folder = folder_of(args)
+    folder.mkdir(exist_ok=True)
+    if not (folder / "target.jsonl").exists():
         subprocess.run(
             [sys.executable, "-m", "isogloss.write", f"--teacher={args.target}",
-             f"--data={RUNS / 'all.jsonl'}", f"--output={RUNS / 'answers.jsonl'}",
+             f"--data={RUNS / 'all.jsonl'}", f"--output={folder / 'answers.jsonl'}",
              f"--prompt_tokens={PROMPT}", f"--rollout_tokens={LENGTH - PROMPT}"],
             cwd=ROOT, check=True)
-        _, *rows = map(json.loads, (RUNS / "answers.jsonl").read_text().splitlines())
-        save_rows(RUNS / "target.jsonl",
+        _, *rows = map(json.loads, (folder / "answers.jsonl").read_text().splitlines())
+        save_rows(folder / "target.jsonl",
                   [{"text": row["prompt"] + row["completion"]} for row in rows])
-    for name, file in (("stories", "all"), ("written", "target")):
-        lines = (RUNS / f"{file}.jsonl").read_text().splitlines(keepends=True)
-        (RUNS / f"held_{name}.jsonl").write_text("".join(lines[:HELD_OUT]))
-        (RUNS / f"{name}.jsonl").write_text("".join(lines[HELD_OUT:]))
+    for name, file in (("stories", RUNS / "all.jsonl"), ("written", folder / "target.jsonl")):
+        lines = file.read_text().splitlines(keepends=True)
+        (folder / f"held_{name}.jsonl").write_text("".join(lines[:HELD_OUT]))
+        (folder / f"{name}.jsonl").write_text("".join(lines[HELD_OUT:]))
 
 
 def save_rows(path, rows):
@@ -107,21 +118,33 @@ def distill(output, *flags):
     return time.process_time() - begin
 
 
-def trained(args, arm):
+def trained(args, arm, seed):
     """Return the directory of an arm's student."""
-    loss, ce_weight, data = arm.split(":")
-    output = RUNS / f"{loss}_{ce_weight}_{data}_{args.steps}_{args.learning_rate:g}_{args.seed}"
+    loss, ce_weight, data, *share = arm.split(":")
+    output = folder_of(args) / f"{arm.replace(':', '_')}_{args.steps}_{args.learning_rate:g}_{seed}"
     if not (output / "student" / "config.json").exists():
         teach = [f"--teacher={args.target}", f"--loss={loss}"]
         if loss == "text":
             teach = ["--kd_weight=0"]
+        if share:
+            teach += [f"--on_policy={share[0]}", f"--prompt_tokens={PROMPT}",
+                      f"--rollout_tokens={LENGTH - PROMPT}"]
         seconds = distill(
-            output, f"--student={Path(args.assets) / 'models' / DRAFT}", *teach,
-            f"--ce_weight={ce_weight}", f"--data={RUNS / f'{data}.jsonl'}", f"--seed={args.seed}",
-            f"--steps={args.steps}", f"--learning_rate={args.learning_rate}",
+            output, f"--student={draft_of(args)}", *teach,
+            f"--ce_weight={ce_weight}", f"--data={folder_of(args) / f'{data}.jsonl'}",
+            f"--seed={seed}", f"--steps={args.steps}", f"--learning_rate={args.learning_rate}",
             f"--export={output / 'student'}")
         (output / "seconds.json").write_text(json.dumps(seconds))
     return output / "student"
+
+
+def draft_of(args):
+    return Path(args.assets) / "models" / args.draft
+
+
+def folder_of(args):
+    """Return the folder of what belongs to one draft and one target."""
+    return RUNS / f"{args.draft}_{Path(args.target).name}"
 
 
 def held_out(name, file, **keys):
@@ -131,7 +154,7 @@ def held_out(name, file, **keys):
 
 def judged(args, student, name, sources, max_length=LENGTH):
     """Return the metrics of a student on held-out rows, by the job's own evaluation."""
-    file = RUNS / f"judged_{name}.json"
+    file = folder_of(args) / f"judged_{name}.json"
     if not file.exists():
         metrics = evaluate(dict(
             student=str(student), teacher=args.target, data=json.dumps(sources), eval_draft=True,
@@ -143,19 +166,43 @@ def judged(args, student, name, sources, max_length=LENGTH):
 
 
 def compare(args):
-    """Print a line for each arm."""
+    """Print a line for each arm and seed, and by how much arms are ahead of their twins."""
     prepare(args)
-    print("| arm | " + " | ".join(COLUMNS) + " | processor s |\n" + "| --- " * 7 + "|")
-    start = Path(args.assets) / "models" / DRAFT
-    sources = [held_out(name, RUNS / f"held_{name}.jsonl") for name in ("stories", "written")]
-    for arm in ("before", *args.arms.split(",")):
-        folder = start if arm == "before" else trained(args, arm)
-        metrics = judged(args, folder, arm if arm == "before" else folder.parent.name,
-                         sources)
-        cells = [f"{metrics[f'eval/{key}']:.3f}" for key in COLUMNS.values()]
-        file = folder.parent / "seconds.json"
-        cells.append(f"{json.loads(file.read_text()):.0f}" if file.exists() else "")
-        print(f"| {arm} | " + " | ".join(cells) + " |", flush=True)
+    print("| arm | seed | " + " | ".join(COLUMNS) + " | processor s |\n" + "| --- " * 8 + "|")
+    sources = [held_out(name, folder_of(args) / f"held_{name}.jsonl")
+               for name in ("stories", "written")]
+    records = known_records()
+    found = {}
+    arms = (OWN if args.arms == "OWN" else args.arms).split(",")
+    for seed in map(int, args.seeds.split(",")):
+        for arm in ("before", *arms):
+            folder = draft_of(args) if arm == "before" else trained(args, arm, seed)
+            metrics = judged(args, folder, arm if arm == "before" else folder.parent.name, sources)
+            values = {column: round(metrics[f"eval/{key}"], 5) for column, key in COLUMNS.items()}
+            file = folder.parent / "seconds.json"
+            seconds = round(json.loads(file.read_text()), 1) if file.exists() else 0.0
+            record = {"draft": args.draft, "target": Path(args.target).name, "arm": arm,
+                      "seed": seed, "steps": args.steps, "rate": args.learning_rate}
+            if arm != "before" and record not in records:
+                with open(RECORDS, "a") as kept:
+                    kept.write(json.dumps(record | values | {"seconds": seconds}) + "\n")
+            found.setdefault(arm, []).append(values)
+            cells = [f"{value:.3f}" for value in values.values()]
+            print(f"| {arm} | {seed} | {' | '.join(cells)} | {seconds:.0f} |", flush=True)
+    for arm in arms:
+        twin = ":".join(arm.split(":")[:3])
+        if twin != arm and twin in found and len(found[arm]) > 1:
+            for column in list(COLUMNS)[:2]:
+                ahead = [one[column] - other[column]
+                         for one, other in zip(found[arm], found[twin])]
+                print(f"{arm} ahead of {twin}, {column}: {interval(ahead)}")
+
+
+def known_records():
+    """Return what names the runs of which a line is kept."""
+    lines = RECORDS.read_text().splitlines() if RECORDS.exists() else []
+    names = "draft", "target", "arm", "seed", "steps", "rate"
+    return [{name: json.loads(line)[name] for name in names} for line in lines]
 
 
 # --- in transformers ------------------------------------------------------------------------------

@@ -163,7 +163,7 @@ STUDIES = {
         "captures a graph of a token", "generating", {
             "dynamic": (60, {"cache": "dynamic"}), "static": (90, {"cache": "static"})}),
     "square": Study(
-        "students of 12 million weights learn 500, 2,000 and 8,000 passages by piece_kl, SimCT and "
+        "students of 8 million weights learn 500, 2,000 and 8,000 passages by piece_kl, SimCT and "
         "the text alone; each part goes on where the last one ended", "large_square", {
             f"part {number}": (450, {"minutes": 7}) for number in (1, 2, 3)}),
     "resume": Study("relative difference of two runs, and of one that was killed and went on",

@@ -540,6 +540,7 @@ def large_square(place, minutes):
         tiny = 16, 16, 1, 1
         sizes = sizes._replace(sizes=dict(bytes=400, digits=300), teacher=tiny, student=tiny,
                                teacher_steps=3, kept_every=1, seeds=2,
+                               pairs=(("bytes", "digits"),),
                                regimes={"large_500": square_table.Regime(16, 4, checks=2)})
     records = square_table.Records(place.folder / "log")
     before = set(square_table.Records(square_table.LOG).of)

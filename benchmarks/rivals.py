@@ -22,6 +22,7 @@ bpm, bpm_fkl   Byte-Prefix Marginalization (arXiv:2607.22334, github.com/K1XE/BP
 no_teacher   The baseline of arXiv:2608.31046 for what a student has written: a fixed negative
     advantage on tokens that the student found unlikely, so log p where p < UNLIKELY, and 0
     elsewhere.  The paper's threshold is not in its abstract.
+same_token, total_variation_common   What square.py measures of a student, not losses.
 
 Tests: tests/test_rivals.py.
 """
@@ -41,6 +42,7 @@ from isogloss.spelling import spell
 
 TINY = 1e-12  # the least mass of a rest
 UNLIKELY = 0.1  # the probability below which no_teacher pushes a token down; not tuned
+AGREEMENT = "same_token", "total_variation_common"
 SPAN = 8  # longest student token that bpm follows, in teacher tokens
 
 
@@ -48,7 +50,8 @@ def add():
     """Put the losses into the table."""
     for name, loss in {"simct": partial(Simct, reverse=True), "simct_fkl": Simct, "csd": Csd,
                        "bpm": partial(Bpm, beta=0.5, masks_space=True), "bpm_fkl": Bpm,
-                       "no_teacher": NoTeacher}.items():
+                       "no_teacher": NoTeacher, **{name: partial(Agreement, measure=name)
+                                                   for name in AGREEMENT}}.items():
         LOSSES[name] = LossSpec(partial(build, loss), "chunks")
 
 
@@ -130,6 +133,24 @@ class Simct:
             both.append(torch.cat([z[first][:, common], span_C[:, None]], 1).log_softmax(-1))
         logp, logq = both if not self.reverse else both[::-1]
         return (logq.exp() * (logq - logp)).sum(-1)
+
+
+class Agreement:
+    """Say of a chunk's first position whether both believe alike; no loss.
+
+    same_token: of the tokens that both vocabularies have, both find the same one likeliest.
+    total_variation_common: between the beliefs over those tokens.
+    """
+
+    def __init__(self, pair, measure):
+        self.common_V, self.common_W = common_tokens(pair)
+        self.measure = measure
+
+    def __call__(self, x_NV, y_MW, next_S, next_T, chunks):
+        x_CK, y_CK = x_NV[chunks.first_S][:, self.common_V], y_MW[chunks.first_T][:, self.common_W]
+        if self.measure == "same_token":
+            return (x_CK.argmax(-1) == y_CK.argmax(-1)).float()
+        return (x_CK.softmax(-1) - y_CK.softmax(-1)).abs().sum(-1) / 2
 
 
 class Csd:

@@ -78,6 +78,7 @@ REGIMES = {"new": Regime(1200, 150, is_fresh=False), "little": Regime(1200, 150)
 LARGE = {"large_500": Regime(500, 300, checks=15), "large_2000": Regime(2000, 800, checks=16),
          "large_8000": Regime(8000, 2000, checks=20)}
 LARGE_RIVAL = "simct_fkl"  # SimCT's own form teaches fresh students nothing at any weight
+LONGEST = 4  # times the steps of a large regime, that a run to its own best takes at most
 
 
 @dataclass(frozen=True)
@@ -249,6 +250,25 @@ class Study:
         of_loss = cost if loss == TEXT else cost + teacher
         return max(round(self.steps * (costs[FIRST] + teacher) / of_loss), 1)
 
+    def best_steps(self, pair, loss):
+        """Return the steps, doubled while that helps, with which a loss is best; None: runs miss.
+
+        By the chosen passages.  A longer run has a longer schedule, and ends where it is best.
+        """
+        best = None
+        steps = self.steps
+        weight = 0.0 if loss == TEXT else self.weight_of(pair, loss)
+        while steps <= LONGEST * self.steps:
+            records = [self.run(pair, loss, weight, seed, steps) for seed in range(self.seeds)]
+            if None in records:
+                return None
+            bits = statistics.mean(one["choose"] for one in records)
+            if best and bits >= best[0]:
+                break
+            best = bits, steps
+            steps *= 2
+        return best[1]
+
     def gains(self, pair, loss, equal_seconds=False):
         """Return the Gains of a loss by the seeds that are there; None: too few are."""
         steps = self.steps
@@ -290,14 +310,18 @@ class Study:
         """
         wanted = []
         most = self.seeds
+        is_large = self.regime in LARGE  # whose losses are run to their own best, not to a time
         self.planning = planning
         for seeds in sorted({min(FEW, most), most}):
             self.seeds = seeds
             for pair in self.pairs:
-                for equal_seconds in sorted({False, pair[0] != pair[1]}):
+                for is_more in sorted({False, pair[0] != pair[1]}):
                     for loss in self.losses_of(pair):
                         self.wanted = []
-                        self.gains(pair, loss, equal_seconds)
+                        if not is_more or not is_large:
+                            self.gains(pair, loss, equal_seconds=is_more)
+                        elif loss in (TEXT, FIRST):
+                            self.best_steps(pair, loss)
                         wanted += [name for name in self.wanted if name not in wanted]
         self.seeds, self.planning = most, False
         return wanted
@@ -411,27 +435,53 @@ def studies(records):
 
 
 def as_run(records, regime):
-    """Return rows of all runs of a regime whose weights were given, not chosen."""
+    """Return rows of all runs of a regime whose weights were given, not chosen.
+
+    Text at its best is that after the steps with which it is best on the chosen passages.
+    """
     groups = defaultdict(dict)
     for name, record in records.of.items():
         if isinstance(name, Run) and name.regime == regime and name.seed < min(SEEDS_TO_CHOOSE):
             key = name.student, name.teacher, name.loss, name.weight, name.rate, name.steps
             groups[key][name.seed] = record
-    rows = [["loss", "weight", "steps", "bits per byte", "gain over the text", "CPU seconds", "n"]]
+    rows = [["`--loss`", "student <- teacher", "weight", "steps", "bits per byte",
+             "over text after as many steps", "over text at its best", "documentation, likewise",
+             "same likeliest token", "CPU seconds: teacher live; cached", "n"]]
     for key, by_seed in sorted(groups.items()):
-        student, _, loss, weight, rate, steps = key
-        texts = groups.get((student, "", TEXT, 0.0, rate, (REGIMES | LARGE)[regime].steps), {})
-        both = sorted(set(texts) & set(by_seed))
-        if len(both) < 2:
+        student, teacher, loss, weight, rate, steps = key
+        texts = {one[-1]: runs for one, runs in groups.items()
+                 if one[0] == student and one[2] == TEXT and one[4] == rate and len(runs) > 1}
+        if len(by_seed) < 2 or not texts:
             continue
-        after = [by_seed[seed]["after"]["sources"] for seed in both]
-        gains = [texts[seed]["after"]["sources"] - by_seed[seed]["after"]["sources"]
-                 for seed in both]
-        median = statistics.median(seconds(by_seed[seed]) for seed in both)
-        gain = "" if texts is by_seed else interval(gains)
-        rows.append([loss, f"{weight:g}", str(steps), interval(after), gain, f"{median:.0f}",
-                     str(len(both))])
+        best = min(texts, key=lambda one: statistics.mean(
+            record["choose"] for record in texts[one].values()))
+        gains = [difference(texts.get(steps, {}), by_seed, "sources"),
+                 *(difference(texts[best], by_seed, domain) for domain in DOMAINS)]
+        medians = [statistics.median(seconds(one, is_cached) for one in by_seed.values())
+                   for is_cached in (False, True)]
+        rows.append([loss, f"{student} <- {teacher or 'none'}", f"{weight:g}", str(steps),
+                     interval([one["after"]["sources"] for one in by_seed.values()]),
+                     *(interval(one) if len(one) > 1 and any(one) else "" for one in gains),
+                     likeliest(by_seed.values()), "; ".join(f"{one:.0f}" for one in medians),
+                     str(len(by_seed))])
     return rows
+
+
+def difference(texts, runs, domain):
+    """Return by how many bits per byte runs are better than those of the text, seed by seed."""
+    return [texts[seed]["after"][domain] - runs[seed]["after"][domain]
+            for seed in sorted(set(texts) & set(runs))
+            if domain in texts[seed]["after"] and domain in runs[seed]["after"]]
+
+
+def likeliest(runs):
+    """Return how often student and teacher find the same token likeliest; of text, each teacher."""
+    by_teacher = defaultdict(list)
+    for record in runs:
+        for teacher, measures in record.get("agreement", {}).items():
+            by_teacher[teacher].append(measures["same_token"])
+    return "; ".join(f"{statistics.mean(values):.3f}" + f" ({teacher})" * (len(by_teacher) > 1)
+                     for teacher, values in sorted(by_teacher.items()))
 
 
 def shares(study, loss):
@@ -457,6 +507,7 @@ PAIRS = {("digits", "bytes"): "finer", ("bytes", "digits"): "coarser",
          ("bytes", "unigram"): "crossing"}
 # tables of before every run was kept: the first has no seeds, the second the gain of each
 OLDER = {False: "square_new.json", True: "square_new_equal_seconds.json"}
+PAGE_LARGE = "large_500"
 OLDER_STEPS = 375  # of the text alone, in the seconds of the second
 RENAMED = {"bpm": "bpm_fkl"}  # what older tables call a form
 ROWS = (FIRST, TEXT, "simct", "simct_fkl", "bpm", "bpm_fkl", "csd", "projection_kl", "h_kl", "alm",
@@ -516,7 +567,7 @@ class Args:
 
     records: str = flag(str(LOG), "folder of square_*.jsonl.")
     merge: str = flag("", "folder with such files, or with a gpu_day.jsonl, to add to it.")
-    page: str = flag("", "page whose two tables of losses are written anew: docs/results.md.")
+    page: str = flag("", "page whose tables of losses are written anew: docs/results.md.")
 
 
 def merge(records, folder):
@@ -527,6 +578,13 @@ def merge(records, folder):
         for line in path.read_text().splitlines():
             for record in json.loads(line).get("records", []):
                 records.add(record)
+
+
+def page_tables(records):
+    """Return the tables of docs/results.md: much student, then little after equal steps, seconds.
+    """
+    rows = as_run(records, PAGE_LARGE)
+    return [markdown(rows), *(markdown(summary(records, equal)) for equal in (False, True))]
 
 
 def with_tables(text, tables):
@@ -550,10 +608,11 @@ def main(args):
         for loss in study.losses:
             if len(values := shares(study, loss)) > 1:
                 print(f"{loss}: share of an equal tokenizer's gain {interval(values)}")
-    if len(rows := as_run(records, "long")) > 1:
-        print(f"\nlong, weights as named\n\n{markdown(rows)}")
-    tables = [markdown(summary(records, equal_seconds)) for equal_seconds in (False, True)]
-    print("\nREADME.md's first claim and docs/results.md: after equal steps, after equal seconds\n")
+    for regime in ("long", *LARGE):
+        if len(rows := as_run(records, regime)) > 1:
+            print(f"\n{regime}, weights as named\n\n{markdown(rows)}")
+    tables = page_tables(records)
+    print("\nREADME.md's first claim and docs/results.md\n")
     print("\n\n".join(tables))
     if args.page:
         page = Path(args.page)

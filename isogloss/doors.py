@@ -44,6 +44,7 @@ DOORS: dict[str, Door] = {
     "wandb": Door("wandb in the ds_config", "The steps of its curves.", ("job.wandb_steps",)),
     "launcher": Door("a launcher", "Whether its variables are those of a rank.",
                      ("flags.launcher_variables",)),
+    "launchers": Door("a launcher", "That it is gone.", ("job.several.launchers",)),
     "plugins": Door("--plugin", "Losses and teachers of the user's own.", ("flags.plugins",)),
     "flag_file": Door("--config", "Flags from a YAML file.", ("flags.yaml_file",)),
     "unknown": Door("a flag that is none", "Which one was meant.", ("flags.unknown",)),
@@ -164,7 +165,8 @@ DOORS: dict[str, Door] = {
                          prepares="evaluation.eval_samples"),
     "on_policy": Door("--on_policy", "Texts of the student that teachers correct.",
                       ("data.rollouts", "flags.on_policy", "writing.on_policy",
-                       "writing.rollout_ratio", "writing.node_writer", "writing.writer_process"),
+                       "writing.rollout_metrics", "writing.rollout_ratio", "writing.node_writer",
+                       "writing.writer_process"),
                       lambda cfg: cfg.on_policy, prepares="writing.on_policy"),
     "environment": Door("--environment", "What answers each turn of the student, and rewards it.",
                         tuple(f"environments.{name}" for name in (

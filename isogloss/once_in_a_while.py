@@ -244,7 +244,7 @@ def run_evaluation(state, held_out):
         for key, value in evaluation_metrics(state, sums[name]).items():
             metrics[f"{name}/{key}"] = value
     if state.writer and state.cfg.rollout_eval:
-        from isogloss.writing.on_policy import evaluate_rollouts
+        from isogloss.writing.rollout_metrics import evaluate_rollouts
 
         metrics |= evaluate_rollouts(state.writer, state.teachers)
     return {f"eval/{key}": value for key, value in metrics.items()}

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import ranks
-from isogloss.job.watch import LAUNCHERS
+from isogloss.job.several.launchers import LAUNCHERS
 
 ROOT = Path(__file__).resolve().parent.parent
 PATIENCE = 240  # seconds, on a busy machine, for what takes a few

@@ -24,7 +24,7 @@ from jobs import launch_forked
 
 # what gpu_day.py runs and losses of square.py are no scripts
 SCRIPTS = sorted({path.name for path in (ROOT / "benchmarks").glob("*.py")}
-                 - {"gpu.py", "gpu_job.py", "gpu_studies.py", "rivals.py"})
+                 - {"gpu.py", "gpu_job.py", "gpu_studies.py", "rivals.py", "square_models.py"})
 
 
 @pytest.fixture(autouse=True)
@@ -56,12 +56,12 @@ def test_a_loss_is_measured(capsys):
 @pytest.fixture
 def square(tmp_path, monkeypatch):
     """Return the module with little of everything, whose models are in a folder of their own."""
-    from benchmarks import square, square_table
+    from benchmarks import square, square_models, square_table
     from isogloss.objective.loss_table import LOSSES
 
     losses = dict(LOSSES)
-    square.corpus.cache_clear()
-    whole = square.corpus()
+    square_models.corpus.cache_clear()
+    whole = square_models.corpus()
     rows = {"choose": 6, "report": 6, "train": 400, "documentation": 40}
     small = {part: whole[part][:num] for part, num in rows.items()}
     regimes = {"little": square_table.Regime(16, 2),
@@ -75,16 +75,17 @@ def square(tmp_path, monkeypatch):
     large = {"large_500": square_table.Regime(16, 3, checks=3)}
     large_scale = square.SCALES["large"]._replace(
         runs=tmp_path / "large", regimes=large, **sizes)
+    scales = {"small": small_scale, "large": large_scale}
     for module, name, value in (
-            (square, "SCALES", {"small": small_scale, "large": large_scale}),
-            (square, "corpus", lambda: small), (square, "MATCHED", 9.0),
-            (square, "FIRST_STEPS", 2), (square, "TIMED", 3),
+            (square, "SCALES", scales), (square_models, "SCALES", scales),
+            (square, "corpus", lambda: small), (square_models, "corpus", lambda: small),
+            (square_models, "MATCHED", 9.0), (square, "FIRST_STEPS", 2), (square, "TIMED", 3),
             (square_table, "SEEDS_TO_CHOOSE", (100,)), (square_table, "LIGHTEST", 1 / 4),
             (square_table, "HEAVIEST", 2.0), (square_table, "REGIMES", regimes),
             (square_table, "LARGE", large)):
         monkeypatch.setattr(module, name, value)
-    caches = (square.encoder, square.teacher, square.hidden, square.held_out, square.bits_before,
-              square.corpus_name)
+    caches = (square.bits_before, *(getattr(square_models, name) for name in (
+        "encoder", "teacher", "hidden", "held_out", "corpus_name")))
     for cached in caches:
         cached.cache_clear()
     square.use("small", "little")
@@ -103,7 +104,7 @@ def test_a_square_goes_on_from_its_records_on_another_machine(square, tmp_path, 
 
     assert "more where a weight" in run(plan=True).out
     plan = run(plan=True, scale="large", regimes="", losses="", rates="").out
-    assert "hours of a core in all, 1 teachers" in plan  # gpu_day.py runs these, see its rehearsal
+    assert "hours of a core in all, 2 teachers" in plan  # gpu_day.py runs these, see its rehearsal
     run()
     path = tmp_path / "log" / "square_new.jsonl"
     lines = path.read_text().splitlines()
@@ -111,6 +112,9 @@ def test_a_square_goes_on_from_its_records_on_another_machine(square, tmp_path, 
     assert record["form"].startswith("published") and record["teacher_row"] > 0
     assert record["before"].keys() == record["after"].keys() == {"sources", "documentation"}
     assert record["before"] != record["after"] and "/" not in record["teacher"]
+    assert 0 < record["agreement"]["bytes"]["total_variation_common"] < 1
+    of_text = next(one for one in map(json.loads, lines) if one["loss"] == "text")
+    assert set(of_text["agreement"]) == {"bytes", "digits", "unigram"}
     shutil.rmtree(tmp_path / "small")  # another machine has the lines alone
     cut = [line for line in lines if json.loads(line)["seed"] != 1]
     path.write_text("\n".join(cut) + "\n")

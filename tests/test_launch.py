@@ -15,10 +15,12 @@ from functools import partial
 from importlib import import_module
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 import ranks
 from conftest import ROOT
+from isogloss.job import watch
 from jobs import ds_config, losses_of, run_all, short_run, write_corpus
 from launched import PATIENCE, Job, die_after, our_command, run_with_trouble, wait_until
 
@@ -446,6 +448,26 @@ def test_no_thread_of_a_group_outlives_it():
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.parametrize("another_rank_had_it", [False, True])
+def test_a_signal_while_ranks_agree_names_the_step_that_is_the_last(
+        another_rank_had_it, monkeypatch, capfd):
+    with watch.signal_handlers_restored():
+        signals = watch.StopSignals()
+        signals.step = 7
+
+        def sums(values):
+            if not signals.received:
+                signals._note(signal.SIGINT, None)  # this rank has said already that it has none
+            return np.array(values) + [another_rank_had_it, 0, 0, 0]
+
+        monkeypatch.setattr(watch, "global_sums", sums)
+        stop = signals.agree()
+        assert stop == (signal.SIGINT if another_rank_had_it else 0)
+        assert capfd.readouterr().err == f"\nending after step {7 if stop else 8}\n"
+        signals.step += 1
+        assert signals.agree() == signal.SIGINT and not capfd.readouterr().err
+
+
 # --- signals through the real launcher ------------------------------------------------------------
 
 
@@ -525,6 +547,21 @@ def test_a_signal_while_the_models_load_ends_the_job_at_once(small_run, tmp_path
     job.runner.terminate()
     job.wait()
     assert not (tmp_path / "run" / "metrics.jsonl").exists()
+
+
+@pytest.mark.slow
+def test_a_command_of_another_name_starts_a_job_that_ends_with_it(small_run, tmp_path):
+    """A script or a notebook that calls our main; its end is noticed as that of our command."""
+    program = [sys.executable, our_command(tmp_path)[0].rename(tmp_path / "start.py")]
+    job = Job(small_run(tmp_path / "whole"), ranks.free_port(), program)
+    code, message = job.wait()
+    assert code == 0, message
+    job = Job(small_run(tmp_path / "run", "--steps=100000"), ranks.free_port(), program)
+    wait_until(lambda: has_trained(job, tmp_path / "run", 0))
+    job.runner.kill()
+    _, message = job.wait()
+    assert "the launcher is gone, so the job ends" in message
+    assert re.search("saved .*/checkpoints/step_0", message), message
 
 
 # --- processes that nothing was imported in before -----------------------------------------------

@@ -113,6 +113,26 @@ def test_simct_compares_common_tokens_and_the_span(pair, logits):
             assert found[number] == pytest.approx(expected, rel=1e-4)
 
 
+def test_agreement_is_that_of_common_tokens_where_a_chunk_begins(pair, logits):
+    x, y = [one.detach() for one in logits]
+    chunks = find_chunks(*[torch.tensor([chunk]) for chunk in CHUNK])
+    beliefs = [(x[first, COMMON[0]], y[second, COMMON[1]]) for first, second in ((0, 0), (1, 2))]
+    expected = {
+        "same_token": [float(a.argmax() == b.argmax()) for a, b in beliefs],
+        "total_variation_common": [float((a.softmax(0) - b.softmax(0)).clamp(min=0).sum())
+                                   for a, b in beliefs]}
+    assert set(expected) == set(rivals.AGREEMENT)
+    for measure, values_C in expected.items():
+        found = rivals.Agreement(pair, measure)(x, y, *map(torch.tensor, CUT), chunks)
+        assert found.tolist() == pytest.approx(values_C, rel=1e-4)
+    for measure, best in zip(rivals.AGREEMENT, (1.0, 0.0)):
+        same = torch.zeros_like(x), torch.zeros_like(y)
+        for own, common in zip(same, COMMON):
+            own[:, common[1]] = 9.0
+        found = rivals.Agreement(pair, measure)(*same, *map(torch.tensor, CUT), chunks)
+        assert found.tolist() == pytest.approx([best, best])
+
+
 def test_csd_compares_chains_of_the_same_beginning(pair, logits):
     p, q = [one.detach().softmax(-1) for one in logits]
 

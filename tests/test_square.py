@@ -139,7 +139,7 @@ def test_teachers_and_students_of_their_own_cancel_in_a_share(records):
 
 def tables():
     kept = Records(square_table.LOG)
-    return [square_table.markdown(square_table.summary(kept, equal)) for equal in (False, True)]
+    return square_table.page_tables(kept)
 
 
 def test_results_have_the_tables_that_follow_from_the_kept_runs():
@@ -158,3 +158,20 @@ def test_the_first_claim_of_the_readme_follows_from_the_kept_runs():
     rounded = {f"{float(cell) + shift:.3f}" for cell in cells for shift in (-1e-9, 1e-9)}
     figures = re.findall(r"-?\d\.\d{3,}", row)
     assert figures and set(figures) <= rounded | set(cells), set(figures) - rounded
+
+
+def test_a_large_student_learns_as_long_as_that_helps(records):
+    """Text alone is best at twice the steps, piece_kl at once; four times is tried at most."""
+    study = Study(records, "large_500", 1.5e-3, [TEXT, "piece_kl"], [("bytes", "digits")], seeds=2,
+                  weight=1.0)
+    order = []
+    while jobs := study.missing():
+        for job in jobs:
+            order.append((job.loss, job.steps))
+            best = {TEXT: 600, "piece_kl": 300}[job.loss]
+            add(records, job, 2.0 + abs(job.steps - best) / 1000 - 0.1 * (job.loss != TEXT))
+    assert {steps for loss, steps in order if loss == TEXT} == {300, 600, 1200}
+    assert {steps for loss, steps in order if loss != TEXT} == {300, 600}
+    rows = {(row[0], row[3]): row for row in square_table.as_run(records, "large_500")}
+    assert rows["piece_kl", "300"][5:7] == ["0.4000 ± 0.0000", "0.1000 ± 0.0000"]
+    assert rows[TEXT, "600"][5:7] == ["", ""] and rows[TEXT, "300"][6] == "-0.3000 ± 0.0000"

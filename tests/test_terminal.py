@@ -216,6 +216,20 @@ def test_tools_show_tokens_as_text(tokens, tmp_path):
     run(["-m", "isogloss.projection_tools.cells", *pair, f"--output={files[0]}"], ROOT)
 
 
+def test_a_warning_stands_above_a_progress_bar():
+    """Behind it, the rest of the line would be read as part of the bar."""
+    program = ("import sys, warnings; from tqdm import tqdm\n"
+               "from isogloss.flags.terminal import guard_terminal, unguarded\n"
+               "guard_terminal()\n"
+               "bar = tqdm(total=9, ascii=True, file=unguarded(sys.stderr)); bar.update(3)\n"
+               "warnings.warn('abc\\x07')")
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=ROOT)
+    lines = done.stderr.replace("\r", "\n").split("\n")
+    [warning] = [line for line in lines if "UserWarning" in line]
+    assert warning.endswith(f"UserWarning: abc{terminal.UNKNOWN}"), done.stderr
+    assert "%" not in warning and [line for line in lines if "33%" in line], done.stderr
+
+
 def test_a_warning_of_ours_is_a_line_without_a_place():
     """One of a library keeps it."""
     place = "/x/isogloss/inputs.py"

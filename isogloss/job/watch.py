@@ -1,6 +1,7 @@
-"""Notice that a job has to end: a signal, a launcher that is gone, a rank that failed or died.
+"""Notice that a job has to end: a signal, a rank that failed or died.
 
-Where there are several ranks, each looks after the others, see peers.py.
+Where there are several ranks, each looks after the others, see peers.py; and after its launcher,
+see launchers.py.
 
 Signals end a job in two ways.  Before the first step there is nothing to save, and they end a rank
 at once.  From then on `StopSignals` notes them, and all ranks save and end together.
@@ -11,9 +12,7 @@ Tests: tests/test_launch.py.
 import os
 import signal
 import sys
-import threading
-from contextlib import contextmanager
-from pathlib import Path
+from contextlib import contextmanager, nullcontext
 
 from tqdm import tqdm
 
@@ -21,7 +20,6 @@ from isogloss.doors import door
 from isogloss.flags.parse import is_first_rank, line_about
 from isogloss.job.counts import global_sums
 from isogloss.job.layout import place_in_job
-from isogloss.job.processes import is_running
 
 PERIOD = 1.0  # seconds between looks
 
@@ -43,6 +41,7 @@ class StopSignals:
     def __init__(self):
         self.step = 0
         self.received = set()  # a signal handler can do little more than add to it
+        self.is_agreeing = self.has_said = False
         for number in STOP_SIGNALS:
             # nohup has SIGHUP ignored, and a shell without job control SIGINT of what it runs in
             # the background
@@ -50,8 +49,8 @@ class StopSignals:
                 signal.signal(number, self._note)
 
     def _note(self, number, _):
-        if is_first_rank() and not self.received:
-            os.write(2, f"\nending after step {self.step}\n".encode())
+        if not self.is_agreeing:
+            self._say(self.step)
         self.received.add(number)
         if number == signal.SIGINT:
             signal.signal(signal.SIGINT, signal.SIG_DFL)
@@ -62,12 +61,20 @@ class StopSignals:
         Args:
             failure: of this rank, for which all end as for a signal, with FAILED in its place.
         """
+        self.is_agreeing = True  # what comes now may be too late, unless another rank had it
         received = [number in self.received for number in STOP_SIGNALS]
         counts = global_sums([*received, bool(failure)])
-        for number, count in zip((*STOP_SIGNALS, FAILED), counts):
-            if count:
-                return int(number)
-        return 0
+        stop = next((int(number) for number, count in zip((*STOP_SIGNALS, FAILED), counts)
+                     if count), 0)
+        self.is_agreeing = False
+        if self.received:
+            self._say(self.step if stop else self.step + 1)
+        return stop
+
+    def _say(self, step):
+        is_first, self.has_said = not self.has_said, True
+        if is_first and is_first_rank():
+            os.write(2, f"\nending after step {step}\n".encode())
 
 
 @contextmanager
@@ -90,86 +97,9 @@ def ignore_stop_signals():
         signal.signal(number, signal.SIG_IGN)
 
 
-# --- launchers ------------------------------------------------------------------------------------
-
-
-def _words(process):
-    """Return the command line of a process; [] if it has ended."""
-    try:
-        return Path(f"/proc/{process}/cmdline").read_text().split("\0")
-    except OSError:
-        return []
-
-
-def _parent(process):
-    """Return the id of a process's parent; 0 if there is none."""
-    try:
-        text = Path(f"/proc/{process}/stat").read_text()
-    except OSError:
-        return 0
-    return int(text.rpartition(")")[2].split()[1])  # "id (name) state parent ..."
-
-
-def _is_runner(words):
-    """Tell whether this is the command `deepspeed`, which starts one launcher per node."""
-    names = [Path(word).name for word in words[:3]]
-    commands = {"deepspeed", "deepspeed.pt", "ds", "isogloss", "isogloss-distill"}
-    modules = {"deepspeed.launcher.runner", "isogloss.command"}
-    return not (commands.isdisjoint(names) and modules.isdisjoint(words))
-
-
-LAUNCHERS = {"deepspeed.launcher.launch", "isogloss.job.launcher"}  # of a node
-
-
-def _is_launcher(words):
-    modules = {*LAUNCHERS, "torch.distributed.run"}
-    return not modules.isdisjoint(words) or "torchrun" in [Path(word).name for word in words[:3]]
-
-
-def find_launchers():
-    """Return the ids of the launchers above this process, and whether one is missing.
-
-    `deepspeed` starts `deepspeed.launcher.launch`, and that the ranks.  Neither ends what it has
-    started when it is killed, the former not even on SIGTERM.
-
-    Returns:
-        (list of process ids, True if a launcher of this rank has ended already).
-    """
-    launchers = []
-    orphaned = "CROSS_RANK" in os.environ  # the launcher on the node sets it
-    process = _parent("self")
-    while process > 0:
-        words = _words(process)
-        if _is_runner(words) or _is_launcher(words):
-            launchers.append(process)
-        if not LAUNCHERS.isdisjoint(words):
-            # For one node the runner is the parent, and says nothing of a node's number.
-            by_runner = any(word.startswith("--log_level") for word in words)
-            on_one_node = not any(word.startswith("--node_rank") for word in words)
-            runner_gone = not _is_runner(_words(_parent(process)))
-            orphaned = by_runner and on_one_node and runner_gone
-        process = _parent(process)
-    return launchers, orphaned
-
-
-@contextmanager
 def end_with_launchers():
-    """Send this rank SIGTERM as soon as a launcher of it is gone, while the block runs."""
-    launchers, orphaned = find_launchers()
-    end = threading.Event()
-
-    def look():
-        while not orphaned and all(is_running(process) for process in launchers):
-            if end.wait(PERIOD):
-                return
-        os.kill(os.getpid(), signal.SIGTERM)
-
-    if launchers or orphaned:
-        threading.Thread(target=look, daemon=True).start()
-    try:
-        yield
-    finally:
-        end.set()
+    """Return a context in which this rank gets SIGTERM once a launcher of it is gone."""
+    return door("launchers").end_with_launchers() if "RANK" in os.environ else nullcontext()
 
 
 # --- ranks ----------------------------------------------------------------------------------------
