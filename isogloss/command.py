@@ -260,8 +260,9 @@ class TaskArgs(TaskOptions):
 
     model: str = flag(MISSING, "hub id or directory of a causal language model.")
     tasks: str = flag(
-        MISSING, "some of mmlu, mmlu_continuation, lambada, gsm8k, humaneval_plus, mbpp_plus and "
-        "lm_eval:NAME of lm-evaluation-harness, with commas.")
+        MISSING, "some of mmlu, mmlu_continuation, lambada, gsm8k, hellaswag, winogrande, "
+        "arc_challenge, arc_easy, humaneval_plus, mbpp_plus and lm_eval:NAME of "
+        "lm-evaluation-harness, with commas.")
     output: str = flag("", "file for one JSON line per item: task, id, prediction, verdict, nats.")
     dtype: str = flag(
         "auto", "auto (that of the files), float32, bfloat16 or float16.",

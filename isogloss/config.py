@@ -378,8 +378,8 @@ class TaskFlags:
 
     eval_tasks: str = flag(
         "", "tasks that the student is judged by, with commas: mmlu, mmlu_continuation, lambada, "
-        "gsm8k, humaneval_plus, mbpp_plus, or lm_eval:NAME for one of lm-evaluation-harness. See "
-        "docs/evaluate.md.", free=True)
+        "gsm8k, hellaswag, winogrande, arc_challenge, arc_easy, humaneval_plus, mbpp_plus, or "
+        "lm_eval:NAME for one of lm-evaluation-harness. See docs/evaluate.md.", free=True)
     eval_task_every: int = flag(
         0, "steps between two of these evaluations. 0 evaluates before the first and after the "
         "last step only.", low=0, high=10**12, free=True)

@@ -9,7 +9,7 @@ from conftest import ROOT
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), ROOT / "recipes/README.md",
          ROOT / "ds_configs/README.md", ROOT / "CONTRIBUTING.md"]
 MODULES = [*sorted(ROOT.glob("*.py")), *sorted(ROOT.glob("isogloss/**/*.py")),
-           *sorted(ROOT.glob("projection_tools/*.py")), *sorted(ROOT.glob("recipes/tiny/*.py"))]
+           *sorted(ROOT.glob("projection_tools/*.py")), *sorted(ROOT.glob("recipes/*/*.py"))]
 PROGRAM = (r"(?:\w+=\"[^\"]*\" )?"
            r"(?:deepspeed|python|torchrun|isogloss[-\w]*|make|pip|cp|vllm|transformers|sbatch|hf|"
            r"apt) ")

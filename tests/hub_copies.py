@@ -9,26 +9,12 @@ from pathlib import Path
 import pytest
 
 from conftest import asset
+from recipes.xtoken_column.rehearsal import write_copy
 
 HAS_LM_EVAL = importlib.util.find_spec("lm_eval") is not None
 needs_lm_eval = pytest.mark.skipif(not HAS_LM_EVAL, reason="lm_eval is not installed")
 # of MMLU; their rows stand for those of subjects that are not there
 SUBJECTS = "abstract_algebra", "astronomy"
-
-
-def write_copy(folder, dataset, configs):
-    """Write a data set "owner/name" of the hub; configs: {name: {split: rows}}."""
-    described = []
-    for config, splits in configs.items():
-        files = []
-        for split, rows in splits.items():
-            path = folder / dataset / config / f"{split}.jsonl"
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-            files.append({"split": split, "path": f"{config}/{split}.jsonl"})
-        described.append({"config_name": config, "data_files": files})
-    (folder / dataset / "README.md").write_text(
-        f"---\nconfigs: {json.dumps(described)}\n---\n", encoding="utf-8")
 
 
 def copy_lambada(folder, limit):

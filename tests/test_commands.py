@@ -48,6 +48,7 @@ NOT_RUN = {
     "make": "installs from the network; what it runs are tests, or the demo, of test_demo.py",
     'SEEDS="0 1 2" make demo': "the same",
     "python demo.py": "takes minutes; test_demo.py",
+    "python -m recipes.xtoken_column.run": "takes minutes; test_xtoken_column.py",
     "pip": "installs from the network; of a wheel test_install.py",
     "apt": "installs from the network",
     "hf download": "asks the hub; hub_copies.py makes what it makes",

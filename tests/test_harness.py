@@ -16,6 +16,7 @@ from isogloss.evaluation.harness import NAMES, load_harness_task
 from isogloss.evaluation.task_model import TaskEncoder
 from isogloss.evaluation.task_suite import load_suite
 from isogloss.flags.task_options import TaskOptions
+from recipes.xtoken_column.rehearsal import write_questions
 
 QUESTIONS = [
     {"question": "Who had a red ball?", "choices": ["Lily", "The big dog", "a cat", "no one"],
@@ -130,12 +131,15 @@ def test_named_tasks_are_the_harness_own_item_by_item(model, tmp_path):
     from lm_eval.tasks import TaskManager
 
     student, tokenizer = model
+    write_questions(tmp_path)
     copy_lambada(tmp_path, 12)
     copy_gsm8k(tmp_path, 6)
     copy_mmlu(tmp_path, 4)
     theirs = HFLM(pretrained=student.eval(), tokenizer=tokenizer, batch_size=3)
     # five: all that there are for a subject of MMLU
-    for name, shots in (("lambada", -1), ("gsm8k", 2), ("mmlu", 5), ("mmlu_continuation", 1)):
+    for name, shots in (("lambada", -1), ("gsm8k", 2), ("mmlu", 5), ("mmlu_continuation", 1),
+                        ("hellaswag", 1), ("winogrande", -1), ("arc_challenge", 1),
+                        ("arc_easy", -1)):
         options = TaskOptions(data=str(tmp_path), shots=shots, batch_size=5)
         suite = load_suite([name], options, TaskEncoder(tokenizer, student.config))
         metrics, records = suite.run(student)

@@ -1,4 +1,4 @@
-"""Run tasks of lm-evaluation-harness: mmlu, mmlu_continuation, lambada, gsm8k and lm_eval:NAME.
+"""Run tasks of lm-evaluation-harness: those of NAMES, and lm_eval:NAME.
 
 The harness makes the requests and judges the answers.  The answers come from task_model.py: each
 rank answers its share, and every rank's harness sees all of them.
@@ -37,6 +37,10 @@ NAMES = {
     "mmlu_continuation": ("mmlu_continuation", "mmlu/continuation", "cais/mmlu"),
     "lambada": ("lambada_openai", "lambada", "EleutherAI/lambada_openai"),
     "gsm8k": ("gsm8k", "gsm8k", "openai/gsm8k"),
+    "hellaswag": ("hellaswag", "hellaswag", "Rowan/hellaswag"),
+    "winogrande": ("winogrande", "winogrande", "allenai/winogrande"),
+    "arc_challenge": ("arc_challenge", "arc", "allenai/ai2_arc"),
+    "arc_easy": ("arc_easy", "arc", "allenai/ai2_arc"),
     **CODE_NAMES,
 }
 SHOT_SEED = 1234  # of the harness

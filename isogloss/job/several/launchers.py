@@ -37,7 +37,8 @@ def _is_runner(words):
     """Tell whether this is the command `deepspeed`, which starts one launcher per node."""
     names = [Path(word).name for word in words[:3]]
     commands = {"deepspeed", "deepspeed.pt", "ds", "isogloss", "isogloss-distill"}
-    return not commands.isdisjoint(names) or "deepspeed.launcher.runner" in words
+    modules = {"deepspeed.launcher.runner", "isogloss.command"}
+    return not (commands.isdisjoint(names) and modules.isdisjoint(words))
 
 
 LAUNCHERS = {"deepspeed.launcher.launch", "isogloss.job.launcher"}  # of a node
