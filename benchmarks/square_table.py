@@ -508,7 +508,7 @@ PAIRS = {("digits", "bytes"): "finer", ("bytes", "digits"): "coarser",
          ("bytes", "unigram"): "crossing"}
 # tables of before every run was kept: the first has no seeds, the second the gain of each
 OLDER = {False: "square_new.json", True: "square_new_equal_seconds.json"}
-PAGE_LARGE = "large_500"
+PAGE_LARGE, LEFT_OUT = "large_500", ("student <- teacher", "over text after as many steps")
 OLDER_N = 8  # seeds of older tables, which fewer do not replace
 OLDER_STEPS = 375  # of the text alone, in the seconds of the second
 RENAMED = {"bpm": "bpm_fkl"}  # what older tables call a form
@@ -587,6 +587,8 @@ def merge(records, folder):
 def page_tables(records):
     """Return the tables of docs/results.md: large students, small ones by steps and by seconds."""
     rows = as_run(records, PAGE_LARGE)
+    shown = [number for number, name in enumerate(rows[0]) if name not in LEFT_OUT]
+    rows = [[row[number] for number in shown] for row in rows]
     return [markdown(rows), *(markdown(summary(records, equal)) for equal in (False, True))]
 
 

@@ -4,6 +4,11 @@ A plan cuts attention by heads.  Of key-value heads that are fewer than ranks, e
 that its query heads read; where heads do not divide, attention stays whole on every rank.  Experts
 are dealt out whole where their number divides, else each of them is cut.
 
+Worked around in transformers 5.23.0: a `device_mesh` is dropped for one of all ranks; key-value
+heads are cut inside a head; experts fail whose shards are no multiple of 16 bytes, and tied heads
+whose embedding has no rule (GPT-NeoX); Gemma 4 without experts keeps its MLP whole; norms per head
+of Cohere stay whole.
+
 Tests: tests/test_plans.py.
 """
 
