@@ -27,6 +27,8 @@ from isogloss.job.watch import FAILED, current_watch, print_line
 from isogloss.log import NOTHING_TAUGHT, WHERE_TO_LOOK
 from isogloss.student.finite import has_finite_state
 
+FAR = 0.2  # bits per byte, between a student at its end and a teacher
+
 
 def announce(state, inputs, start):
     """Say what the run is about to do."""
@@ -198,10 +200,28 @@ def log_evaluation(state, held_out, step, log):
     log.say(step, line + (state.writer.summary(metrics) if state.writer else ""))
     for worse in () if step else worse_teachers(metrics, *names[:1]):
         tell(f"warning: {worse}")
+    for far in far_teachers(state, metrics) if step == state.cfg.steps else ():
+        tell(far)
     if state.samples:
         log.write_records("samples", step, state.samples.write())
     if state.writer and state.cfg.rollout_eval:
         log.write_records("rollouts", step, state.writer.records)
+
+
+def far_teachers(state, metrics):
+    """List what to say at the end of teachers that a larger weight would have brought nearer.
+
+    Measured in docs/log/2026-11.md, "students that outweigh their loss".
+    """
+    lines = []
+    student_bits = metrics.get("eval/student_bits_per_byte") or 0.0
+    for setup in state.teachers if state.cfg.ce_weight and not state.cfg.dynamic_scale else ():
+        suffix = f"/{setup.name}" if len(state.teachers) > 1 else ""
+        bits = metrics.get(f"eval/teacher_bits_per_byte{suffix}")
+        if bits and setup.cfg.kd_weight <= 1 and student_bits - bits > FAR:
+            lines.append(f"teacher {setup.name} is still {student_bits - bits:.2f} bits per byte "
+                         "ahead: a larger --kd_weight, such as 4, may teach more")
+    return lines
 
 
 def summary(metrics, first_bits, teachers, sources=()):

@@ -241,3 +241,24 @@ def test_a_run_says_what_it_does(models, texts, tmp_path):
         [line] = {line for line in lines if line.startswith(f"step {step}: {bits} bits per byte (")}
         assert f", at the start {first}), kd " in line
     assert lines.count(f"exported to {output / 'student'}") == 2
+
+
+def test_a_run_ends_with_a_line_on_a_teacher_that_is_still_far_above():
+    def said(student_bits, weights, **flags):
+        state = SimpleNamespace(
+            cfg=SimpleNamespace(**{"ce_weight": 1.0, "dynamic_scale": False} | flags),
+            teachers=[SimpleNamespace(name=name, cfg=SimpleNamespace(kd_weight=weight))
+                      for name, weight in weights.items()])
+        suffix = "/{}" if len(weights) > 1 else ""
+        bits = {f"eval/teacher_bits_per_byte{suffix.format(name)}": 1.0 for name in weights}
+        return once_in_a_while.far_teachers(
+            state, bits | {"eval/student_bits_per_byte": student_bits})
+
+    line = ("teacher {} is still 0.25 bits per byte ahead: a larger --kd_weight, such as 4, may "
+            "teach more")
+    assert said(1.25, {"a": 1.0}) == [line.format("a")]
+    assert said(1.25, {"a": 4.0, "b": 0.5}) == [line.format("b")]
+    for student_bits, weight, flags in ((1.15, 1.0, {}), (0.9, 1.0, {}), (None, 1.0, {}),
+                                        (1.25, 4.0, {}), (1.25, 1.0, {"ce_weight": 0.0}),
+                                        (1.25, 1.0, {"dynamic_scale": True})):
+        assert said(student_bits, {"a": weight}, **flags) == []
