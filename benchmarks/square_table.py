@@ -15,6 +15,7 @@ that: they get the steps of SimCT, the cheapest loss.  Differences are paired by
 of 95 %, by Student's t.  A row has at least two seeds; n says how many.
 """
 
+import itertools
 import json
 import re
 import statistics
@@ -306,7 +307,7 @@ class Study:
     def missing(self, planning=False):
         """Return the runs that are missing, the most informative first.
 
-        A few seeds of every pair come before many of one.
+        A few seeds of every pair come before many of one, equal steps before equal seconds.
         """
         wanted = []
         most = self.seeds
@@ -314,15 +315,14 @@ class Study:
         self.planning = planning
         for seeds in sorted({min(FEW, most), most}):
             self.seeds = seeds
-            for pair in self.pairs:
-                for is_more in sorted({False, pair[0] != pair[1]}):
-                    for loss in self.losses_of(pair):
-                        self.wanted = []
-                        if not is_more or not is_large:
-                            self.gains(pair, loss, equal_seconds=is_more)
-                        elif loss in (TEXT, FIRST):
-                            self.best_steps(pair, loss)
-                        wanted += [name for name in self.wanted if name not in wanted]
+            for is_more, pair in itertools.product((False, True), self.pairs):
+                for loss in self.losses_of(pair) if pair[0] != pair[1] or not is_more else ():
+                    self.wanted = []
+                    if not is_more or not is_large:
+                        self.gains(pair, loss, equal_seconds=is_more)
+                    elif loss in (TEXT, FIRST):
+                        self.best_steps(pair, loss)
+                    wanted += [name for name in self.wanted if name not in wanted]
         self.seeds, self.planning = most, False
         return wanted
 
