@@ -208,7 +208,7 @@ FLOWS = [
     Flow("Ctrl-C twice", f"type_ctrl_c 2 runs/d {TEXTS} --output_dir runs/d --steps 100000",
          ("code 130, 0 processes left",)),
     # afterwards
-    Flow("export", "isogloss export runs/smol --step 2 --output exported",
+    Flow("export", "isogloss export runs/smol --step 4 --output exported",
          makes=("exported/model.safetensors",), after=("first run",)),
     refused("push without an owner", "isogloss export runs/smol --push_to_hub student",
             "OWNER/NAME"),
@@ -238,8 +238,8 @@ isogloss-projection compare p.pt q.pt --student S --teacher T
          "touch kd/__init__.py; ln -s ../S ../T ../corpus.jsonl .\n"
          + script(BEFORE_SNIPPET + TRAIN_LOOP.replace("from cross", "from kd.cross")),
          ("loss and gradient",)),
-    Flow("TRL's trainer", script(TRAINERS["TRL"].replace("max_steps=100", "max_steps=2")),
-         ("'kd'",)),
+    Flow("TRL's trainer", script(TRAINERS["TRL"].replace(
+        "max_steps=100", "max_steps=2, logging_steps=1")), ("'kd'",)),
     Flow("transformers' Trainer", script(TRAINERS["The Trainer of transformers"].replace(
         "max_steps=100", "max_steps=2"))),
     Flow("Lightning", script(TRAINERS["Lightning"])),
