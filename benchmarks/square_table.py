@@ -508,7 +508,7 @@ PAIRS = {("digits", "bytes"): "finer", ("bytes", "digits"): "coarser",
          ("bytes", "unigram"): "crossing"}
 # tables of before every run was kept: the first has no seeds, the second the gain of each
 OLDER = {False: "square_new.json", True: "square_new_equal_seconds.json"}
-PAGE_LARGE, LEFT_OUT = "large_500", ("student <- teacher", "over text after as many steps")
+PAGE_LARGE, LEFT_OUT = "large_500", "over text after as many steps"
 OLDER_N = 8  # seeds of older tables, which fewer do not replace
 OLDER_STEPS = 375  # of the text alone, in the seconds of the second
 RENAMED = {"bpm": "bpm_fkl"}  # what older tables call a form
@@ -565,6 +565,56 @@ def summary(records, equal_seconds):
     return [head, *(row for row in rows if any(row[1:]))]
 
 
+def beside_simct(records):
+    """Return rows of all six pairs: what the first loss gains, and how far it is ahead of SimCT.
+
+    SimCT is its better form on the chosen passages; only runs that are kept count.
+    """
+    study = Study(records, "new", RATES[0], [TEXT, FIRST, *RIVALS["SimCT"]],
+                  [(a, b) for a in KINDS for b in KINDS if a != b])
+    rows = [["student <- teacher", f"`{FIRST}`", "SimCT, its better form", "ahead, equal steps",
+             "ahead, equal seconds", "n"]]
+    for pair in study.pairs:
+        form = better_form(study, pair, RIVALS["SimCT"])
+        first, *rival = study.gains(pair, FIRST), *(
+            study.gains(pair, form, equal) if form else None for equal in (False, True))
+        if not first or not rival[0]:
+            continue
+        ahead = [ahead_of(first, one) if one else [] for one in rival]
+        kind = PAIRS.get(pair, "crossing")
+        rows.append([f"{pair[0]} <- {pair[1]}, {kind}",
+                     *(f"{interval(list(one.bits['sources'].values()))} (weight {one.weight:g})"
+                       for one in (first, rival[0])),
+                     *(interval(one) if len(one) > 1 else "" for one in ahead), str(len(ahead[0]))])
+    return rows
+
+
+def large_shares(records, regime):
+    """Return {(weight, student): share of an equal tokenizer's gain, of every seed}.
+
+    Gains are over the text alone at its best, after as many steps with either teacher.
+    """
+    gains = defaultdict(lambda: defaultdict(dict))
+    for name, record in records.of.items():
+        if isinstance(name, Run) and name.regime == regime:
+            loss = EQUAL if name.student == name.teacher else name.loss
+            gains[name.weight, name.student][loss, name.steps][name.seed] = record
+    shares = {}
+    texts = {student: runs for (weight, student), runs in gains.items() if not weight}
+    for (weight, student), runs in gains.items():
+        for (loss, steps), ours in runs.items():
+            equal = runs.get((EQUAL, steps), {})
+            if loss != FIRST or student not in texts or len(set(ours) & set(equal)) < 2:
+                continue
+            text = min(texts[student].values(), key=lambda by_seed: statistics.mean(
+                one["choose"] for one in by_seed.values()))
+            shares[weight, student] = [
+                (text[seed]["after"]["sources"] - ours[seed]["after"]["sources"])
+                / (text[seed]["after"]["sources"] - equal[seed]["after"]["sources"])
+                for seed in sorted(set(ours) & set(equal) & set(text))]
+    return shares
+
+
 @dataclass(kw_only=True)
 class Args:
     """Print the tables of the square, from the runs that are kept."""
@@ -585,18 +635,22 @@ def merge(records, folder):
 
 
 def page_tables(records):
-    """Return the tables of docs/results.md: large students, small ones by steps and by seconds."""
+    """Return the tables of docs/results.md.
+
+    Large students; small ones by steps and by seconds; all six pairs beside SimCT.
+    """
     rows = as_run(records, PAGE_LARGE)
-    shown = [number for number, name in enumerate(rows[0]) if name not in LEFT_OUT]
+    shown = [number for number, name in enumerate(rows[0]) if name != LEFT_OUT]
     rows = [[row[number] for number in shown] for row in rows]
-    return [markdown(rows), *(markdown(summary(records, equal)) for equal in (False, True))]
+    tables = [rows, summary(records, False), summary(records, True), beside_simct(records)]
+    return [markdown(rows) for rows in tables if len(rows) > 1]
 
 
 def with_tables(text, tables):
     """Return the text of a page with these tables in the place of those of losses."""
     waiting = iter(tables)
-    return re.sub(r"^\| `--loss` \|.*\n(?:\|.*\n)+", lambda _: f"{next(waiting)}\n", text,
-                  flags=re.M)
+    return re.sub(r"^\| (?:`--loss`|student <- teacher) \|.*\n(?:\|.*\n)+",
+                  lambda _: f"{next(waiting)}\n", text, flags=re.M)
 
 
 def main(args):
@@ -616,6 +670,9 @@ def main(args):
     for regime in ("long", *LARGE):
         if len(rows := as_run(records, regime)) > 1:
             print(f"\n{regime}, weights as named\n\n{markdown(rows)}")
+        for (weight, student), values in large_shares(records, regime).items():
+            print(f"\n{FIRST}, weight {weight:g}, student {student}: share of an equal "
+                  f"tokenizer's gain {interval(values)}")
     tables = page_tables(records)
     print("\nREADME.md's first claim and docs/results.md\n")
     print("\n\n".join(tables))

@@ -134,6 +134,39 @@ def test_teachers_and_students_of_their_own_cancel_in_a_share(records):
     assert square_table.shares(study, "piece_kl") == pytest.approx([1 - 0.2 / diagonal] * 2)
 
 
+def test_a_large_share_is_of_gains_over_the_text_at_its_best(records):
+    """Of 0.4 that an equal tokenizer gives, 0.3 are left; the better text counts, whatever seed."""
+    for seed in (0, 1):
+        of_seed = seed / 10
+        for teacher, loss, weight, steps, bits in (
+                ("", TEXT, 0.0, 300, 2.5), ("", TEXT, 0.0, 600, 2.4),
+                ("digits", "piece_kl", 4.0, 300, 2.1), ("bytes", EQUAL, 4.0, 300, 2.0),
+                ("digits", "simct_fkl", 4.0, 300, 2.3), ("digits", "piece_kl", 1.0, 300, 2.2)):
+            add(records, Run("large_500", "bytes", teacher, loss, weight, 1.5e-3, seed, steps),
+                bits + of_seed)
+    shares = square_table.large_shares(records, "large_500")
+    assert shares == {(4.0, "bytes"): pytest.approx([0.75, 0.75])}
+
+
+def test_a_pair_is_beside_the_better_form_of_simct(records):
+    """At its own best weight, and at equal seconds after more steps, where it is ahead."""
+    study = Study(records, "new", 3e-3, [TEXT, "piece_kl", "simct", "simct_fkl"], [PAIR], seeds=2)
+    best = {"piece_kl": (1.0, 0.3), "simct": (0.25, 0.1), "simct_fkl": (2.0, 0.2)}
+    while jobs := study.missing():
+        for job in jobs:
+            if isinstance(job, Cost):
+                costs = {"piece_kl": 2.0, TEXT: 1.0, "simct": 1.0, "simct_fkl": 1.0}
+                records.add({"scale": "small", "student": PAIR[0], "teacher": PAIR[1],
+                             "costs": costs, "teacher_row": 0.0})
+                continue
+            weight, gain = best.get(job.loss, (0.0, 0.0))
+            gain -= 0.01 * (job.weight != weight)
+            add(records, job, 3.0 + job.seed - gain - 0.4 * (job.steps > 150))
+    _, row = square_table.beside_simct(records)
+    assert row == ["digits <- bytes, finer", "0.3000 ± 0.0000 (weight 1)",
+                   "0.2000 ± 0.0000 (weight 2)", "0.1000 ± 0.0000", "-0.3000 ± 0.0000", "2"]
+
+
 # --- pages ----------------------------------------------------------------------------------------
 
 
