@@ -510,13 +510,12 @@ PAIRS = {("digits", "bytes"): "finer", ("bytes", "digits"): "coarser",
 OLDER = {False: "square_new.json", True: "square_new_equal_seconds.json"}
 PAGE_LARGE, LEFT_OUT = "large_500", "over text after as many steps"
 OLDER_N = 8  # seeds of older tables, which fewer do not replace
-OLDER_STEPS = 375  # of the text alone, in the seconds of the second
 RENAMED = {"bpm": "bpm_fkl"}  # what older tables call a form
-ROWS = (FIRST, TEXT, "simct", "simct_fkl", "bpm", "bpm_fkl", "csd", "projection_kl", "h_kl", "alm",
+ROWS = (FIRST, "simct", "simct_fkl", "bpm", "bpm_fkl", "csd", "projection_kl", "h_kl", "alm",
         "uld")
 
 
-def older_cells(equal_seconds):
+def older_cells():
     """Return {(loss, pair): "mean ± interval"} of an older table; † where no seeds were kept.
 
     The first loss took as many steps in both, so that its seeds stand in the second.
@@ -525,39 +524,21 @@ def older_cells(equal_seconds):
     for is_second in (False, True):
         for row in json.loads((LOG / OLDER[is_second]).read_text())["table"]:
             key = RENAMED.get(row["loss"], row["loss"]), (row["student"], row["teacher"])
-            if is_second and (equal_seconds or row["loss"] == FIRST):
+            if is_second and row["loss"] == FIRST:
                 cells[key] = interval(row["bits"])
-            elif not is_second and not equal_seconds:
+            elif not is_second:
                 cells[key] = f"{row['gain']:.4f} ± {row['interval']:.4f}†"
     return cells
 
 
-def text_gains(records, student):
-    """Return what the text alone gains in the seconds of the older table, seed by seed."""
-    bits = {}
-    for steps in (REGIMES["new"].steps, OLDER_STEPS):
-        for seed in range(8):
-            name = Run("new", student, "", TEXT, 0.0, RATES[0], seed, steps)
-            if name in records.of:
-                bits[steps, seed] = records.of[name]["after"]["sources"]
-    first = REGIMES["new"].steps
-    return [bits[first, seed] - bits[OLDER_STEPS, seed] for seed in range(8)
-            if (first, seed) in bits and (OLDER_STEPS, seed) in bits]
-
-
-def summary(records, equal_seconds):
+def summary(records):
     """Return rows of gains in the regime new by loss and pair, from the newest runs that tell."""
-    cells = older_cells(equal_seconds)
-    for pair in PAIRS if equal_seconds else ():
-        if len(gains := text_gains(records, pair[0])) > 1:
-            cells[TEXT, pair] = interval(gains)
+    cells = older_cells()
     study = Study(records, "new", RATES[0], list(ROWS), list(PAIRS))
     for loss in ROWS:
         for pair in PAIRS:
-            gains = study.gains(pair, loss, equal_seconds)
-            if not gains or (loss == TEXT and not equal_seconds):
-                continue
-            if (loss, pair) not in cells or len(gains.bits["sources"]) >= OLDER_N:
+            gains = study.gains(pair, loss)
+            if gains and ((loss, pair) not in cells or len(gains.bits["sources"]) >= OLDER_N):
                 cells[loss, pair] = interval(list(gains.bits["sources"].values()))
     head = ["`--loss`", *(f"{student} <- {teacher}, {kind}"
                           for (student, teacher), kind in PAIRS.items())]
@@ -566,27 +547,32 @@ def summary(records, equal_seconds):
 
 
 def beside_simct(records):
-    """Return rows of all six pairs: what the first loss gains, and how far it is ahead of SimCT.
+    """Return rows of all six pairs: the first loss, how far it is ahead of SimCT, the text alone.
 
     SimCT is its better form on the chosen passages; only runs that are kept count.
     """
     study = Study(records, "new", RATES[0], [TEXT, FIRST, *RIVALS["SimCT"]],
                   [(a, b) for a in KINDS for b in KINDS if a != b])
-    rows = [["student <- teacher", f"`{FIRST}`", "SimCT, its better form", "ahead, equal steps",
-             "ahead, equal seconds", "n"]]
+    rows = [["student <- teacher", f"`{FIRST}`, weight", "SimCT, weight", "ahead, equal steps",
+             "ahead, equal seconds", "text alone, equal seconds", "n"]]
     for pair in study.pairs:
         form = better_form(study, pair, RIVALS["SimCT"])
-        first, *rival = study.gains(pair, FIRST), *(
-            study.gains(pair, form, equal) if form else None for equal in (False, True))
-        if not first or not rival[0]:
+        first = study.gains(pair, FIRST)
+        rival = study.gains(pair, form) if form else None
+        if not first or not rival:
             continue
-        ahead = [ahead_of(first, one) if one else [] for one in rival]
-        kind = PAIRS.get(pair, "crossing")
-        rows.append([f"{pair[0]} <- {pair[1]}, {kind}",
-                     *(f"{interval(list(one.bits['sources'].values()))} (weight {one.weight:g})"
-                       for one in (first, rival[0])),
-                     *(interval(one) if len(one) > 1 else "" for one in ahead), str(len(ahead[0]))])
+        ahead = ahead_of(first, rival)
+        timed = [study.gains(pair, loss, equal_seconds=True) for loss in (form, TEXT)]
+        of_time = timed[0] and ahead_of(first, timed[0]), timed[1] and timed[1].bits["sources"]
+        rows.append([f"{pair[0]} <- {pair[1]}, {PAIRS.get(pair, 'crossing')}",
+                     *(f"{mean_of(one)}, {one.weight:g}" for one in (first, rival)),
+                     *(interval(list(one)) if one and len(one) > 1 else "" for one in
+                       (ahead, of_time[0], of_time[1] and of_time[1].values())), str(len(ahead))])
     return rows
+
+
+def mean_of(gains):
+    return f"{statistics.mean(gains.bits['sources'].values()):.4f}"
 
 
 def large_shares(records, regime):
@@ -637,12 +623,12 @@ def merge(records, folder):
 def page_tables(records):
     """Return the tables of docs/results.md.
 
-    Large students; small ones by steps and by seconds; all six pairs beside SimCT.
+    Large students; small ones, by loss; all six pairs beside SimCT, by steps and by seconds.
     """
     rows = as_run(records, PAGE_LARGE)
     shown = [number for number, name in enumerate(rows[0]) if name != LEFT_OUT]
     rows = [[row[number] for number in shown] for row in rows]
-    tables = [rows, summary(records, False), summary(records, True), beside_simct(records)]
+    tables = [rows, summary(records), beside_simct(records)]
     return [markdown(rows) for rows in tables if len(rows) > 1]
 
 
