@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -15,6 +16,7 @@ from isogloss.config import Config
 from isogloss.errors import EngineError, EngineStopped
 from isogloss.job.launch import start_distributed
 from isogloss.job.processes import is_running
+from isogloss.job.several.launchers import _parent_and_session
 from isogloss.job.watch import StopSignals
 from isogloss.rollout import Prompt
 from isogloss.writing.node_writer import NodeWriter
@@ -394,3 +396,24 @@ def test_an_engine_that_ends_leaves_no_child(tmp_path):
         process.refresh()
     wait_for_end(processes_in(tmp_path / "processes"))
     process.close()
+
+
+def test_a_process_whose_name_is_no_text_disturbs_nobody(tmp_path):
+    """The kernel cuts a name after 15 bytes, within a character too."""
+    name = os.fsencode(tmp_path / "caf") + b"\xc3"
+    os.symlink("/bin/sleep", name)
+    stranger = subprocess.Popen([name, "1000"])
+    try:
+        wait_until(lambda: b"caf" in Path(f"/proc/{stranger.pid}/stat").read_bytes())
+        assert is_running(stranger.pid)
+        assert _parent_and_session(stranger.pid)[0] == os.getpid()
+        process = engine(tmp_path, MUTE.replace("time.sleep(1000)", "sys.exit(7)"),
+                         tmp_path / "processes")
+        with pytest.raises(EngineError, match="ended with exit code 7"):
+            process.refresh()
+        wait_for_end(processes_in(tmp_path / "processes"))
+        process.close()
+        assert not Path(process.folder).exists()
+    finally:
+        stranger.kill()
+        stranger.wait()
