@@ -243,6 +243,7 @@ class Server:
 
     def load(self, function, limits):
         self.make = load(function)
+        self.kept = set(children())  # which it has started for all episodes
         self.seconds, self.mib = limits
         return {"done": function, "begins": hasattr(self.make, "begin")}
 
@@ -278,7 +279,7 @@ class Server:
     def _end(self, keys):
         for key in keys:
             self.open.pop(key).end()
-        known = {its.process for its in self.open.values()}
+        known = self.kept | {its.process for its in self.open.values()}
         # what an episode has started and left falls to this process
         while orphans := set(children()) - known:
             for process in orphans:
