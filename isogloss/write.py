@@ -172,7 +172,7 @@ class Prompts:
             if example.teacher_prompt:  # which the teacher reads, and its answer stands without
                 hinted = example._replace(prompt=prompt.taught, teacher_prompt=())
                 prompt = replace(self.prompter.prompt(hinted, (number, 0)),
-                                 messages=prompt.messages)
+                                 messages=prompt.messages, reads_taught=True)
         except SkippedPrompt:
             return []
         return [replace(prompt, key=(number, sample)) for sample in range(self.samples)]
@@ -335,11 +335,12 @@ class Keeper:
         where = f"--keep {name}: of row {answer['written']['row']}"
         try:
             score = self.functions[name](copy.deepcopy(messages), copy.deepcopy(row))
+            score = getattr(score, "item", lambda: score)()  # of numpy and torch
+            is_score = isinstance(score, bool | int | float) and math.isfinite(score)
         except Exception as error:  # whatever the user's code raises
             raise DataError(f"{where} it raises {type(error).__name__}: {error}; repair it, and "
                             "the same command goes on") from None
-        score = getattr(score, "item", lambda: score)()  # of numpy and torch
-        if not isinstance(score, bool | int | float) or not math.isfinite(score):
+        if not is_score:
             raise DataError(f"{where} it says {score!r:.40}; expected true, false or a number")
         return score
 
