@@ -24,6 +24,8 @@ GOOD = {
     "good": {"ended": False, "messages": [{"role": "user", "content": "And then?"}]},
     "ends": {"ended": True, "messages": []},
     "rewards": {"ended": True, "reward": 1.0, "messages": []},
+    # so that an earlier one stays
+    "nothing of a reward": {"ended": False, "messages": [{"role": "user", "content": "And then?"}]},
 }
 REASONS = {
     "hangs": "has not answered for 2 seconds", "never": "has not answered",
@@ -31,7 +33,8 @@ REASONS = {
     "exits": "SystemExit", "leaves": "its process has ended",
     "kills itself": "its process has ended", "text": "returned 'a'; expected None, a number",
     "other role": "speaks for 'assistant'; expected one of tool, user, system",
-    "empty list": "answers no message", "huge": "said more than 1048576 bytes",
+    "empty list": "answers no message", "goes on with nothing": "answers no message",
+    "huge": "said more than 1048576 bytes",
     "not a number": "expected a finite number",
 }
 
