@@ -391,9 +391,9 @@ def header_in(path):
         ValueError: another file has this name.
     """
     for each in (path, folder_of(path) / "header.json"):
-        if not each.exists():
-            continue
         try:
+            if not each.exists():
+                continue
             with open(each, encoding="utf-8") as file:
                 return json.loads(file.readline())[HEADER]
         except (OSError, ValueError, KeyError, TypeError):
@@ -545,9 +545,9 @@ def run(args, device):
         if not is_whole:
             with launch.fail_together(what=f"folder of {path}"):
                 if is_first:
-                    folder.mkdir(parents=True, exist_ok=True)
-                    stack.enter_context(cache.locked(folder))
                     with naming(path):
+                        folder.mkdir(parents=True, exist_ok=True)
+                        stack.enter_context(cache.locked(folder))
                         write_atomically(folder / "header.json", json.dumps({HEADER: header}))
             with launch.fail_together(what=f"teacher of {path}"):
                 writer = load_writer(args, encoder, spec, device)

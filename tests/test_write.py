@@ -490,6 +490,7 @@ def test_wrong_flags_are_refused_with_one_line(folder, tmp_path):
     (["--output=FILE/w.jsonl"], "nothing can be written to"),
     (["--output=OTHER"], "is another file than this command writes"),
     (["--output=THERE"], "(weights 0 there, "),
+    (["--output=BLOCKED"], "blocked.jsonl: cannot be written ("),
     (["--keep=judge_of_tests:raises"], "of row 0 it raises KeyError: 'no such'"),
     (["--keep=judge_of_tests:odd"], "it says 'good'; expected true, false or a number"),
     (["--keep=length", "--max_new_tokens=1", "--temperature=0"], "no answer stays"),
@@ -498,10 +499,11 @@ def test_a_fault_is_one_line(folder, more, complaint, tmp_path):
     (tmp_path / "empty.jsonl").write_text("")
     (tmp_path / "other.jsonl").write_text('{"text": "mine"}\n')
     (tmp_path / "there.jsonl").write_text(json.dumps({HEADER: {"weights": "0"}}) + "\n")
+    (tmp_path / "blocked.jsonl.parts").write_text("mine")
     bare = shutil.copytree(folder / "teacher", tmp_path / "bare")
     (bare / "chat_template.jinja").unlink()
     names = {"EMPTY": "empty.jsonl", "OTHER": "other.jsonl", "THERE": "there.jsonl",
-             "FILE": "other.jsonl", "BARE": "bare"}
+             "FILE": "other.jsonl", "BARE": "bare", "BLOCKED": "blocked.jsonl"}
     for name, path in names.items():
         more = [flag.replace(f"={name}", f"={tmp_path / path}") for flag in more]
     args = flags_of(folder, tmp_path / "w.jsonl", "--samples=2", *more)
