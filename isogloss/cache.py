@@ -595,7 +595,7 @@ def prepare_folder(folder, manifest, texts, args):
     for path in folder.glob(".*.incomplete"):
         path.unlink()
     manifest.write(folder)
-    (folder / "README.md").write_text(cache_files.card_of(manifest))
+    (folder / "README.md").write_bytes(cache_files.card_of(manifest).encode(errors="replace"))
     teacher = folder / cache_files.TEACHER
     texts.encoder.tokenizer.save_pretrained(teacher)
     load_config("teacher", args.teacher_path, args.trust_remote_code).save_pretrained(teacher)

@@ -172,7 +172,7 @@ class Prompts:
             if example.teacher_prompt:  # which the teacher reads, and its answer stands without
                 hinted = example._replace(prompt=prompt.taught, teacher_prompt=())
                 prompt = replace(self.prompter.prompt(hinted, (number, 0)),
-                                 messages=prompt.messages)
+                                 messages=prompt.messages, reads_taught=True)
         except SkippedPrompt:
             return []
         return [replace(prompt, key=(number, sample)) for sample in range(self.samples)]
@@ -335,11 +335,12 @@ class Keeper:
         where = f"--keep {name}: of row {answer['written']['row']}"
         try:
             score = self.functions[name](copy.deepcopy(messages), copy.deepcopy(row))
+            score = getattr(score, "item", lambda: score)()  # of numpy and torch
+            is_score = isinstance(score, bool | int | float) and math.isfinite(score)
         except Exception as error:  # whatever the user's code raises
             raise DataError(f"{where} it raises {type(error).__name__}: {error}; repair it, and "
                             "the same command goes on") from None
-        score = getattr(score, "item", lambda: score)()  # of numpy and torch
-        if not isinstance(score, bool | int | float) or not math.isfinite(score):
+        if not is_score:
             raise DataError(f"{where} it says {score!r:.40}; expected true, false or a number")
         return score
 
@@ -390,9 +391,9 @@ def header_in(path):
         ValueError: another file has this name.
     """
     for each in (path, folder_of(path) / "header.json"):
-        if not each.exists():
-            continue
         try:
+            if not each.exists():
+                continue
             with open(each, encoding="utf-8") as file:
                 return json.loads(file.readline())[HEADER]
         except (OSError, ValueError, KeyError, TypeError):
@@ -544,9 +545,9 @@ def run(args, device):
         if not is_whole:
             with launch.fail_together(what=f"folder of {path}"):
                 if is_first:
-                    folder.mkdir(parents=True, exist_ok=True)
-                    stack.enter_context(cache.locked(folder))
                     with naming(path):
+                        folder.mkdir(parents=True, exist_ok=True)
+                        stack.enter_context(cache.locked(folder))
                         write_atomically(folder / "header.json", json.dumps({HEADER: header}))
             with launch.fail_together(what=f"teacher of {path}"):
                 writer = load_writer(args, encoder, spec, device)

@@ -91,6 +91,8 @@ CALL = '<tool_call>\n{"name": "clock", "arguments": {"city": "Rome"}}\n</tool_ca
     (CALL.replace('"clock"', "3"), "has no name"),
     (CALL.replace("</tool_call>", ""), "in place of '</tool_call>"),
     ("<tool_call>" + "[" * 100_000, "is no JSON"),
+    (CALL.replace('"Rome"', "[" * 2000 + "]" * 2000), "is no JSON"),
+    (CALL.replace("Rome", "\\ud800"), "holds half of a surrogate pair"),
 ])
 def test_what_is_no_call_is_told_and_not_guessed(text, problem, encoder_of):
     said = spoken(text, encoder_of(SHAPES["thinking ChatML"]), TOOLS)

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from isogloss.environments import __main__ as server
-from isogloss.environments.calculator import calculator, computed
+from isogloss.environments.calculator import calculator, computed, last_number
 from isogloss.environments.process import EnvironmentProcess
 from isogloss.environments.python import python
 from isogloss.errors import EngineError
@@ -24,6 +24,8 @@ GOOD = {
     "good": {"ended": False, "messages": [{"role": "user", "content": "And then?"}]},
     "ends": {"ended": True, "messages": []},
     "rewards": {"ended": True, "reward": 1.0, "messages": []},
+    # so that an earlier one stays
+    "nothing of a reward": {"ended": False, "messages": [{"role": "user", "content": "And then?"}]},
 }
 REASONS = {
     "hangs": "has not answered for 2 seconds", "never": "has not answered",
@@ -31,7 +33,8 @@ REASONS = {
     "exits": "SystemExit", "leaves": "its process has ended",
     "kills itself": "its process has ended", "text": "returned 'a'; expected None, a number",
     "other role": "speaks for 'assistant'; expected one of tool, user, system",
-    "empty list": "answers no message", "huge": "said more than 1048576 bytes",
+    "empty list": "answers no message", "goes on with nothing": "answers no message",
+    "huge": "said more than 1048576 bytes",
     "not a number": "expected a finite number",
 }
 
@@ -113,6 +116,24 @@ def test_an_environment_that_does_not_load_is_told_in_a_line(name, line):
     assert "\n" not in str(caught.value)
 
 
+def test_what_an_environment_has_started_first_lasts_as_long_as_it_does(tmp_path):
+    path = tmp_path / "helped.py"
+    path.write_text(
+        "import os, subprocess\n"
+        "HELPER = subprocess.Popen(['sleep', '1000'])\n"
+        "def ask(messages, row):\n"
+        "    if row: raise ValueError\n"
+        "    os.kill(HELPER.pid, 0)\n"
+        "    return float(HELPER.pid)\n")
+    process = EnvironmentProcess({"function": f"{path}:ask", "seconds": 20.0, "mib": 512})
+    first, failed = process.answers([question("a"), question("b", {"fault": "x"})])
+    process.end_episodes()
+    again, = process.answers([question("c")])
+    assert first["reward"] == again["reward"] and "error" in failed
+    process.close()
+    assert not Path(f"/proc/{again['reward']:.0f}").exists()
+
+
 def test_a_process_that_is_killed_is_an_error_in_a_line():
     process = process_of("fault")
     keeper = process.process.pid
@@ -145,6 +166,13 @@ def test_the_calculator_answers_calls_and_judges_what_is_none():
     assert its(said("{", invalid_call="the call is no JSON"))["content"] == "the call is no JSON"
     assert [its(said(words)) for words in ("84", "It is 84.", "8 or 84", "84 or 8", "none")] == [
         1.0, 1.0, 1.0, 0.0, 0.0]
+
+
+@pytest.mark.parametrize("text, number", [
+    ("It is 1,084.50.", 1084.5), ("10, 20", 20), ("of x.5", 5), ("-.5", -0.5), ("2e3 of 1E+2", 100),
+    (computed("1 / 3e6"), 1 / 3e6), (str(1e-05), 1e-05), (str(1e20), 1e20), ("none", None)])
+def test_the_last_number_is_read_as_it_is_written(text, number):
+    assert last_number(text) == (number and pytest.approx(number, rel=1e-9))
 
 
 @pytest.mark.parametrize("expression, value", [

@@ -7,7 +7,7 @@ import re
 import resource
 import shutil
 import sys
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import huggingface_hub
@@ -418,6 +418,30 @@ def test_the_card_says_what_it_was_made_of_and_no_path(exported):
     assert "base_model:" not in text and "| base model | org/base (shape only) |" in text
     assert "| teacher | org/one: loss `piece_kl`, weight 1 |" in text
     assert "| teacher | two: loss `alm`, weight 2 |" in text and "/root" not in text
+
+
+def test_the_card_says_at_which_step_a_number_was_measured():
+    bits, kd = "eval/student_bits_per_byte", "eval/kd"
+    lines = [{"step": 4, bits: 3.0, "eval/teacher_bits_per_byte": 4.0}, {"step": 5, "loss": 1.0},
+             {"step": 8, bits: 2.0, kd: 0.5}]
+    cfg = Config(student="org/base", teacher="org/teacher", data="org/data")
+    card = model_card.card_text({}, cfg, lines, 11, False)
+    for line in ("| steps | 11 of 1000 |", "|  | before | step 8 |",
+                 "| bits per byte, student | 3.000 (step 4) | 2.000 |",
+                 "| bits per byte, teacher | 4.000 (step 4) | 4.000 (step 4) |",
+                 "| distillation loss, nats per term | 0.5000 (step 8) | 0.5000 |"):
+        assert line in card, card
+    assert "Before training" not in card
+    card = model_card.card_text({}, cfg, [lines[0] | {"step": 0}], 11, False)
+    assert "| bits per byte, student | 3.000 | 3.000 |" in card and "Before training" in card
+
+
+def test_a_name_that_is_no_text_ends_no_export(tmp_path):
+    """As of a file whose name another system has written."""
+    config = asdict(Config(student="org/base", teacher="org/teacher", data="/caf\udce9.jsonl"))
+    (tmp_path / "run.json").write_text(json.dumps({"config": config}))
+    model_card.write_card(tmp_path, tmp_path, 3)
+    assert "| data | caf?.jsonl |" in (tmp_path / "README.md").read_text("utf-8")
 
 
 SECRETS = ("pa55", "s1gn", "hf_AbCdEf0123456789", "k3y", "pr0ject-key")

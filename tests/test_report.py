@@ -237,6 +237,14 @@ def test_several_runs_stand_side_by_side(shown_twice, capsys, monkeypatch):
     assert ["before training → last", "● a", "● b", "● c"] in rows_of(Path("r.html").read_text())
 
 
+def test_no_run_takes_the_name_of_another_one(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert page.short_names(["r/a", "r/b"]) == ["a", "b"]
+    assert page.short_names(["r/a", "r/a/a"]) == ["r/a", "r/a/a"]  # as a run within another
+    with pytest.raises(ValueError, match="named twice"):
+        page.short_names(["r/a", str(tmp_path / "r" / "a")])
+
+
 def test_chunks_are_colored_by_whom_they_surprise():
     pieces = [ReadPiece("grey"), ReadPiece("both", (1.0, 1.0), ([("b", 0.5)], [("b", 0.5)])),
               ReadPiece("hard", (9.0, 1.0), ([("b", 0.5)], [("h", 0.5)])),

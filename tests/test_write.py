@@ -10,6 +10,7 @@ import signal
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -19,10 +20,16 @@ import jobs
 import ranks
 from isogloss import cache, rollout, write
 from isogloss.command import TOOLS, AnswerArgs
+from isogloss.data.batch_types import Example
 from isogloss.data.file_rows import HEADER
+from isogloss.data.rollouts import Prompter
+from isogloss.environments.episode import Episode
+from isogloss.errors import DataError
 from isogloss.flags.parse import parse_flags
+from isogloss.inputs import load_text_encoder
 from isogloss.job.launch import silence_libraries, start_distributed
 from isogloss.job.watch import end_together
+from isogloss.writing.served_writer import Answer
 from recipes.tiny import prepare
 from talkers import write_talkers
 from test_writer_process import command  # noqa: F401, a fixture
@@ -42,6 +49,13 @@ def raises(messages, row):
 
 def odd(messages, row):
     return "good"
+
+def two(messages, row):
+    import numpy
+    return numpy.ones(2)
+
+def huge(messages, row):
+    return 10**400
 """
 TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
 CHAT = [
@@ -277,6 +291,30 @@ def test_an_environment_answers_in_between_and_its_rewards_choose(texts, tmp_pat
     assert rows_of(kept.output)[1] == [row for row in written if row["written"]["reward"]] != []
 
 
+def test_a_hint_stays_in_front_where_an_environment_begins(texts, tmp_path):
+    """And behind every turn; what is written stands without it."""
+    encoder, _ = load_text_encoder("teacher", str(write_talkers(texts, tmp_path)[0]), 400)
+    hint = {"role": "system", "content": "It is four."}
+    chat = [{"role": "user", "content": words} for words in ("What is 2 + 2?", "Well?", "Why?")]
+    example = Example(chat[:1], prompt=chat[:1], teacher_prompt=(hint,))
+    prompt, = write.Prompts([], Prompter(encoder, 0, 1.0, 1, 8, 16), 1)._of_example(example, 0)
+    episode = Episode(prompt)
+    episode.begin({"messages": chat[1:2], "tools": None}, encoder, 16)
+    ids = [*encoder.tokenizer("three", add_special_tokens=False)["input_ids"],
+           encoder.tokenizer.convert_tokens_to_ids("<|im_end|>")]
+    nothing = torch.zeros(len(ids))
+    said = episode.add(rollout.Completion(torch.tensor(ids), nothing, nothing, True), encoder)
+    episode.hear({"messages": chat[2:], "ended": False}, encoder, 16, False)
+    assert not episode.outcome["error"]
+    assert episode.whole == encoder.tokenizer.apply_chat_template(
+        [hint, *chat[:2], said, chat[2]], tokenize=False, add_generation_prompt=True)
+    assert episode.chat == [*chat[:2], said, chat[2]]  # as an environment reads it
+    reader = SimpleNamespace(text_key="messages", prompt_key="", tools_key="")
+    answer = Answer(None, True, 2, episode.rollout(1.0, 1.0))
+    row = write.PromptRow({}, reader, example, [prompt]).answered(prompt, answer)
+    assert row["messages"] == episode.chat
+
+
 # --- a student learns from it ---------------------------------------------------------------------
 
 
@@ -417,6 +455,15 @@ def test_a_server_is_not_believed(folder, answer, complaint, tmp_path):
 # --- faults ---------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("name", ["two", "huge"])
+def test_what_is_no_score_is_told(name, tmp_path, monkeypatch):
+    (tmp_path / "judge_of_scores.py").write_text(JUDGE)
+    monkeypatch.syspath_prepend(tmp_path)
+    answer = {"messages": CHAT, "written": {"row": 3}}
+    with pytest.raises(DataError, match=f"judge_of_scores:{name}: of row 3 it raises"):
+        write.Keeper(f"judge_of_scores:{name}").kept({}, [answer])
+
+
 def test_wrong_flags_are_refused_with_one_line(folder, tmp_path):
     for more, complaint in {
         "--keep=reward": "add --environment", "--keep=best": "best is neither length, reward nor",
@@ -443,6 +490,7 @@ def test_wrong_flags_are_refused_with_one_line(folder, tmp_path):
     (["--output=FILE/w.jsonl"], "nothing can be written to"),
     (["--output=OTHER"], "is another file than this command writes"),
     (["--output=THERE"], "(weights 0 there, "),
+    (["--output=BLOCKED"], "blocked.jsonl: cannot be written ("),
     (["--keep=judge_of_tests:raises"], "of row 0 it raises KeyError: 'no such'"),
     (["--keep=judge_of_tests:odd"], "it says 'good'; expected true, false or a number"),
     (["--keep=length", "--max_new_tokens=1", "--temperature=0"], "no answer stays"),
@@ -451,10 +499,11 @@ def test_a_fault_is_one_line(folder, more, complaint, tmp_path):
     (tmp_path / "empty.jsonl").write_text("")
     (tmp_path / "other.jsonl").write_text('{"text": "mine"}\n')
     (tmp_path / "there.jsonl").write_text(json.dumps({HEADER: {"weights": "0"}}) + "\n")
+    (tmp_path / "blocked.jsonl.parts").write_text("mine")
     bare = shutil.copytree(folder / "teacher", tmp_path / "bare")
     (bare / "chat_template.jinja").unlink()
     names = {"EMPTY": "empty.jsonl", "OTHER": "other.jsonl", "THERE": "there.jsonl",
-             "FILE": "other.jsonl", "BARE": "bare"}
+             "FILE": "other.jsonl", "BARE": "bare", "BLOCKED": "blocked.jsonl"}
     for name, path in names.items():
         more = [flag.replace(f"={name}", f"={tmp_path / path}") for flag in more]
     args = flags_of(folder, tmp_path / "w.jsonl", "--samples=2", *more)

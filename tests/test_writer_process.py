@@ -3,20 +3,27 @@
 import json
 import os
 import signal
+import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
 
 import ranks
 from isogloss.config import Config
+from isogloss.data.batch_types import Batch
+from isogloss.data.rollouts import HELD_OUT
 from isogloss.errors import EngineError, EngineStopped
 from isogloss.job.launch import start_distributed
 from isogloss.job.processes import is_running
+from isogloss.job.several.launchers import _parent_and_session
 from isogloss.job.watch import StopSignals
 from isogloss.rollout import Prompt
+from isogloss.writing import on_policy
 from isogloss.writing.node_writer import NodeWriter
 from isogloss.writing.writer_process import WriterProcess, check_command, prompt_as_plain
 from jobs import losses_of, run_all, run_distill
@@ -225,6 +232,38 @@ def test_a_command_may_lie_in_a_home_directory(tmp_path, monkeypatch):
         check_command("~/no_python -m writer")
 
 
+def test_what_rollouts_took_is_that_of_their_own():
+    """Others, of an evaluation, may be written between them and their step."""
+    node = NodeWriter.__new__(NodeWriter)
+
+    def answer(*_, **__):
+        node.seconds = node.next_seconds
+
+    node._share_weights, node._submit, node.finish = (lambda: None), (lambda *_, **__: None), answer
+    episodes = SimpleNamespace(begin=lambda prompts, starts: starts, compare=lambda *_: None)
+
+    def run(first, more):
+        more([])  # another turn
+        episodes.failed = node.next_failed
+        return []
+
+    episodes.run = run
+    cfg = SimpleNamespace(rollout_every=2, seed=0)
+    collator = lambda *_: Batch(None, [], None, [])  # noqa: E731
+    writer = on_policy.Writer(cfg, None, None, collator, None, None, torch.device("cpu"),
+                              elsewhere=node, episodes=episodes)
+    draft = SimpleNamespace(examples=[], sample_ids=[], skipped_prompts=0)
+    node.next_seconds, node.next_failed = 3.0, 2
+    writer.begin([draft])
+    writer.finish()
+    node.next_seconds, node.next_failed = 5.0, 9
+    writer.rollouts([], HELD_OUT)
+    efforts = [writer.complete([draft], step)[0].effort for step in (3, 4, 5)]
+    assert [effort.writer_seconds for effort in efforts] == [6.0, 6.0, 10.0]  # of two turns each
+    assert [effort.failed for effort in efforts] == [2, 0, 9]
+    assert all(effort.seconds > 0 for effort in efforts)
+
+
 # --- one engine by itself -------------------------------------------------------------------------
 
 PLAYER = """\
@@ -394,3 +433,24 @@ def test_an_engine_that_ends_leaves_no_child(tmp_path):
         process.refresh()
     wait_for_end(processes_in(tmp_path / "processes"))
     process.close()
+
+
+def test_a_process_whose_name_is_no_text_disturbs_nobody(tmp_path):
+    """The kernel cuts a name after 15 bytes, within a character too."""
+    name = os.fsencode(tmp_path / "caf") + b"\xc3"
+    os.symlink("/bin/sleep", name)
+    stranger = subprocess.Popen([name, "1000"])
+    try:
+        wait_until(lambda: b"caf" in Path(f"/proc/{stranger.pid}/stat").read_bytes())
+        assert is_running(stranger.pid)
+        assert _parent_and_session(stranger.pid)[0] == os.getpid()
+        process = engine(tmp_path, MUTE.replace("time.sleep(1000)", "sys.exit(7)"),
+                         tmp_path / "processes")
+        with pytest.raises(EngineError, match="ended with exit code 7"):
+            process.refresh()
+        wait_for_end(processes_in(tmp_path / "processes"))
+        process.close()
+        assert not Path(process.folder).exists()
+    finally:
+        stranger.kill()
+        stranger.wait()

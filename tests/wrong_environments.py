@@ -86,6 +86,8 @@ FAULTS = {
     "content of bytes": lambda: {"role": "user", "content": b"a"},
     "content of a number": lambda: {"role": "user", "content": 3},
     "empty list": lambda: [],
+    "goes on with nothing": lambda: {"ended": False, "reward": 1.0},
+    "nothing of a reward": lambda: {"messages": [QUESTION], "reward": None, "ended": None},
     "huge": lambda: {"role": "user", "content": "a" * 2**21},
     "half a pair": lambda: {"role": "user", "content": "\ud800"},
     "not a number": lambda: float("nan"),

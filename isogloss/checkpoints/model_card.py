@@ -88,7 +88,9 @@ def write_card(target, folder, step):
     metrics = available(DEFAULT.split(","), {"run": lines}) if find_spec("matplotlib") else []
     if metrics:
         picture(panels_of({"run": lines}, metrics), Path(target) / PICTURE)
-    (Path(target) / "README.md").write_text(card_text(record, cfg, lines, step, bool(metrics)))
+    text = card_text(record, cfg, lines, step, bool(metrics))
+    # half of a surrogate pair, as names of files may hold it, is no text
+    (Path(target) / "README.md").write_bytes(text.encode(errors="replace"))
 
 
 def card_text(record, cfg, lines, step, has_picture):
@@ -97,10 +99,9 @@ def card_text(record, cfg, lines, step, has_picture):
     sections += [usage(cfg, is_chat), table(["", ""], facts(record, cfg, step, lines))]
     results = results_of(lines)
     if results:
-        compared = [[text, f"{values[0]:#.4g}", f"{values[-1]:#.4g}"]
-                    for text, _, values in results]
-        sections += ["## Held-out results", table(["", "before", f"step {step}"], compared)]
-        first = next(line for line in lines if is_number(line.get(results[0][1])))
+        sections += ["## Held-out results", table_of_results(results, lines)]
+        first = next((line for line in lines
+                      if line["step"] == 0 and is_number(line.get(results[0][1]))), {})
         teacher = ", ".join(map(teacher_name, teachers_of(cfg)))
         sections += [f"Before training {line}." for line in worse_teachers(first, teacher)]
     if has_picture:
@@ -286,6 +287,22 @@ def results_of(lines):
         if values:
             entries.append((text, key, values))
     return entries
+
+
+def table_of_results(results, lines):
+    """Return the first and the last value of each; one of another step than the head's says so."""
+    steps = {}
+    for _, key, _ in results:
+        steps[key] = [line["step"] for line in lines if is_number(line.get(key))]
+    heads = 0, max(of_key[-1] for of_key in steps.values())
+    rows = []
+    for text, key, values in results:
+        cells = []
+        for place, head in zip((0, -1), heads):
+            step = steps[key][place]
+            cells.append(f"{values[place]:#.4g}" + f" (step {step})" * (step != head))
+        rows.append([text, *cells])
+    return table(["", "before", f"step {heads[1]}"], rows)
 
 
 def worse_teachers(metrics, teacher="teacher"):

@@ -89,6 +89,7 @@ class Batch:
         rollout_age: steps since the rollouts were written.
         is_measured: teachers are asked what they say of the rollouts beside the loss.
         skipped_prompts: samples that are left out because they give no prompt.
+        effort: what its rollouts took, a `rollout_metrics.Effort`.
         place: of a stream, from which it goes on with what this batch read last, see
             `stream.Block`.
     """
@@ -101,6 +102,7 @@ class Batch:
     rollout_age: int = 0
     is_measured: bool = False
     skipped_prompts: int = 0
+    effort: object = None
     place: dict | None = None
 
 

@@ -74,6 +74,7 @@ class RolloutPrompt:
         tools: of a chat, what the assistant may call; None: nothing.
         taught: of a chat, the messages before the rollout as teachers read them, who may read more.
         row: of the data, as an environment reads it; None: nothing asks for it.
+        reads_taught: what writes is a teacher, and `ids` and `text` are those of `taught`.
     """
 
     key: tuple
@@ -85,6 +86,7 @@ class RolloutPrompt:
     tools: list | None = None
     taught: list | None = None
     row: dict | None = None
+    reads_taught: bool = False
 
 
 class WrittenTurn(NamedTuple):

@@ -106,10 +106,13 @@ def plain(result):
     if not isinstance(result, dict) or result.keys() - KEYS:
         raise ValueError(f"returned {result!r:.80}; expected None, a number, a message, a list of "
                          f"messages, or an object with some of {', '.join(sorted(KEYS))}")
-    reward = result.get("reward")
-    if reward is not None and not math.isfinite(float(reward)):
+    result = dict(result)
+    reward = result.pop("reward", None)  # None: as if nothing was said of it
+    if reward is None:
+        return result
+    if not math.isfinite(float(reward)):
         raise ValueError(f"returned the reward {reward}; expected a finite number")
-    return result | ({} if reward is None else {"reward": float(reward)})
+    return result | {"reward": float(reward)}
 
 
 # --- the process of an episode --------------------------------------------------------------------
@@ -243,6 +246,7 @@ class Server:
 
     def load(self, function, limits):
         self.make = load(function)
+        self.kept = set(children())  # which it has started for all episodes
         self.seconds, self.mib = limits
         return {"done": function, "begins": hasattr(self.make, "begin")}
 
@@ -278,7 +282,7 @@ class Server:
     def _end(self, keys):
         for key in keys:
             self.open.pop(key).end()
-        known = {its.process for its in self.open.values()}
+        known = self.kept | {its.process for its in self.open.values()}
         # what an episode has started and left falls to this process
         while orphans := set(children()) - known:
             for process in orphans:

@@ -22,7 +22,7 @@ OPERATORS = {
     ast.USub: operator.neg, ast.UAdd: operator.pos, ast.Pow: operator.pow,
 }
 LARGEST = 1e15  # of which all integers are told apart
-NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
+NUMBER = re.compile(r"-?(?:\d[\d,]*(?:\.\d+)?|(?<!\w)\.\d+)(?:[eE][-+]?\d+)?")
 WRITTEN = re.compile(r"<<([^<>]*)>>\s*$")
 
 

@@ -106,6 +106,12 @@ class Episode:
     def chat(self):
         return [*self.prompt.messages, *self.messages]
 
+    @property
+    def chat_as_read(self):
+        """Return the chat as what writes reads it."""
+        prompt = self.prompt
+        return [*(prompt.taught if prompt.reads_taught else prompt.messages), *self.messages]
+
     def add(self, completion, encoder):
         """Add what the student wrote; return the message as an environment reads it."""
         rollouts = door("on_policy")
@@ -151,10 +157,9 @@ class Episode:
         self.is_over = answer["ended"] or is_last or not self.turns[-1].ended
         if self.is_over:
             return
-        number = len(self.chat) - 1
-        messages = [*self.messages, *answer["messages"]]
+        number = len(self.chat_as_read) - 1
         try:
-            ids, whole = heard([*self.prompt.messages, *messages], number, encoder,
+            ids, whole = heard([*self.chat_as_read, *answer["messages"]], number, encoder,
                                self.prompt.tools)
         except door("on_policy").SkippedPrompt as error:
             outcome["error"] = str(error)
@@ -164,7 +169,7 @@ class Episode:
         if room < 1:
             self.is_over = True
             return
-        self.messages = messages
+        self.messages = [*self.messages, *answer["messages"]]
         self.parts.append((ids, np.full(len(ids), np.nan, np.float32)))
         self.whole = whole
         self.prompt.max_new_tokens = min(rollout_tokens, room)
@@ -177,10 +182,10 @@ class Episode:
             self.is_over = True
             return
         prompt = self.prompt
-        messages = [*prompt.messages, *answer["messages"]]
         tools = answer["tools"] or prompt.tools
         try:
-            ids, text, located = rollouts.chat_prompt(messages, encoder, tools)
+            ids, text, located = rollouts.chat_prompt(
+                [*self.chat_as_read, *answer["messages"]], encoder, tools)
         except rollouts.SkippedPrompt as error:
             self.outcome["error"] = str(error)
             self.is_over = True
@@ -191,7 +196,8 @@ class Episode:
             self.outcome["error"] = f"its prompt has {len(ids)} tokens"
             return
         self.prompt = replace(
-            prompt, ids=ids, text=text, located=located, messages=messages, tools=tools,
+            prompt, ids=ids, text=text, located=located, tools=tools,
+            messages=[*prompt.messages, *answer["messages"]],
             taught=[*prompt.taught, *answer["messages"]],
             max_new_tokens=min(rollout_tokens, room))
         self.whole = text

@@ -61,7 +61,8 @@ def checked(answer):
         if message["role"] not in ROLES:
             return {"error": f"speaks for {message['role']!r:.40}; expected one of "
                              f"{', '.join(ROLES)}"}
-    if not messages and "messages" in answer and not answer.get("ended"):
+    ended = answer.get("ended")
+    ended = "messages" not in answer if ended is None else bool(ended)
+    if not messages and not ended:
         return {"error": "answers no message, and not that the episode ends"}
-    ended = bool(answer.get("ended", not messages))
     return answer | {"messages": messages, "ended": ended, "tools": tools}

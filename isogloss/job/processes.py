@@ -10,8 +10,8 @@ from pathlib import Path
 def is_running(process: int) -> bool:
     """Return whether a process exists and has not ended; a zombie has ended."""
     try:
-        with open(f"/proc/{process}/stat") as file:
-            # "id (name) state ...", where the name may hold spaces and parentheses
+        with open(f"/proc/{process}/stat", errors="replace") as file:
+            # "id (name) state ...", where the name may hold anything, parts of characters too
             state = file.read().rpartition(")")[2].split()[0]
     except (FileNotFoundError, ProcessLookupError):
         return False

@@ -355,11 +355,11 @@ def colored(piece):
 def short_names(folders):
     """Return a name for each folder: the part of its path in which it differs from the others."""
     paths = [os.path.normpath(folder) for folder in folders]
-    if len(set(paths)) < len(paths):
+    if len(set(map(os.path.abspath, paths))) < len(paths):
         raise ValueError("a run is named twice")
     common = os.path.commonpath([os.path.abspath(path) for path in paths])
     names = []
     for path in paths:
         differing = os.path.relpath(os.path.abspath(path), common)
         names.append(os.path.basename(path) if differing == "." else differing)
-    return names
+    return names if len(set(names)) == len(names) else paths  # a/a lies in a

@@ -45,7 +45,7 @@ class NodeWriter:
         process: WriterProcess of this node, on its first rank, or None.
         shared: {name: weight} in the memory of the process.
         asked: the answer that is waited for, on the first rank of a node, or None.
-        seconds: that the latest answer took.
+        seconds: that the answers since the latest `begin` took.
     """
 
     cfg: Config
@@ -82,8 +82,11 @@ class NodeWriter:
 
         All ranks take part.  Raises: see `finish`.
         """
+        before = self.seconds
         self._submit(starts, 0.0, is_new=False)
-        return self.finish()
+        completions = self.finish()
+        self.seconds += before
+        return completions
 
     def _submit(self, starts, patience, is_new):
         plain = [prompt_as_plain(prompt) for prompt in starts]

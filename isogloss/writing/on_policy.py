@@ -43,7 +43,7 @@ from isogloss.rollout import Prompt, write
 from isogloss.student.engine import StudentRunner
 from isogloss.student.whole_student import WholeStudent, lend
 from isogloss.writing.node_writer import NodeWriter
-from isogloss.writing.rollout_metrics import RolloutSums, compared, record_of
+from isogloss.writing.rollout_metrics import Effort, RolloutSums, compared, record_of
 from isogloss.writing.rollout_ratio import current_logp, weigh_by_ratio
 
 # Steps of which the first is asked how far the student is from its teachers, which takes the
@@ -111,7 +111,7 @@ class Writer:
         ahead: {(source, copy): WrittenExample} of the next batch, None before it is written.
         is_restored: `ahead` comes from a checkpoint.
         begun: what is being written for the next batch, or None.
-        seconds: that this rank has spent on the rollouts of the current step.
+        effort, effort_ahead: what `written` and `ahead` took, without the seconds of a step.
         records: the first rollouts of the latest step or evaluation, dicts of `record_of`.
     """
 
@@ -131,7 +131,8 @@ class Writer:
     ahead: dict | None = None
     is_restored: bool = False
     begun: "Begun | None" = None
-    seconds: float = 0.0
+    effort: Effort = field(default_factory=Effort)
+    effort_ahead: Effort = field(default_factory=Effort)
     records: list = field(default_factory=list)
 
     @property
@@ -171,7 +172,9 @@ class Writer:
                 for teacher in batch.teachers:
                     teacher.rollout_positions = None  # its tiles know it already
             batches.append(self._to_be_moved(batch))
-        self.seconds = time.perf_counter() - begin
+        effort = self.effort._replace(seconds=time.perf_counter() - begin)
+        for batch in batches:  # by the time that it is logged, others may have been written
+            batch.effort = effort if self.starts_batch(step) else effort._replace(failed=0)
         return batches
 
     def starts_batch(self, step):
@@ -203,6 +206,11 @@ class Writer:
         first = self.elsewhere.finish()
         rollouts = self._completed(shard, len(examples), first, self.elsewhere.more)
         self.ahead = written_examples(examples, rollouts)
+        self.effort_ahead = self._latest_effort()
+
+    def _latest_effort(self):
+        return Effort(writer_seconds=self.elsewhere.seconds if self.elsewhere else None,
+                      failed=self.episodes.failed if self.episodes else 0)
 
     def _to_be_moved(self, batch):
         return in_pinned_memory(batch) if self.device.type == "cuda" else batch
@@ -217,7 +225,9 @@ class Writer:
         if self.ahead is None:
             rollouts = self.rollouts([example.content for example in examples], TRAINING)
             self.ahead = written_examples(examples, rollouts)
+            self.effort_ahead = self._latest_effort()
         self.written, self.ahead = self.ahead, None
+        self.effort, self.effort_ahead = self.effort_ahead, Effort()
         if self.episodes:
             rollouts = [example.rollout for example in self.written.values()]
             self.episodes.compare(rollouts, self._counts_samples())
@@ -364,13 +374,13 @@ class Writer:
         if not self.runner.computes_loss:
             nats_of_batches = [[None] * len(names) for _ in batches]
         self.records = self.first_records(batches, nats_of_batches, names)
-        sums = RolloutSums(seconds=self.seconds, teacher_nats=[0.0] * len(names))
+        effort = batches[0].effort
+        sums = RolloutSums(seconds=effort.seconds, failed_episodes=effort.failed,
+                           teacher_nats=[0.0] * len(names))
         for of_batch in parts:
             for number, part in enumerate(of_batch):
                 if part.rollout_nats is not None:
                     sums.teacher_nats[number] += float(part.rollout_nats.sum())
-        if self.episodes and batches[0].rollout_age == self.age:
-            sums.failed_episodes = self.episodes.failed
         for batch in batches if self._counts_samples() else []:
             sums.samples += len(batch.sample_ids)
             sums.skipped_prompts += batch.skipped_prompts
@@ -383,8 +393,8 @@ class Writer:
         metrics["staleness"] = batches[0].rollout_age
         seconds = metrics["seconds"]
         if self.elsewhere:
-            seconds = metrics["writer_seconds"] = self.elsewhere.seconds
-        if sums.rollouts:
+            seconds = metrics["writer_seconds"] = effort.writer_seconds
+        if sums.rollouts and seconds is not None:
             metrics["tokens_per_second"] = sums.tokens / max(seconds, 1e-9)
         if batches[0].is_measured:
             metrics |= compared(sums, counts.pairs, names)

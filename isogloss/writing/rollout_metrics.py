@@ -5,6 +5,7 @@ Tests: tests/test_on_policy.py.
 
 import time
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -66,6 +67,19 @@ def compared(sums, pairs, names):
             metrics[f"reverse_kl_per_byte{suffix}"] = difference / pair.rollout_bytes
             metrics[f"aligned_bytes{suffix}"] = mean_of(pair.rollout_bytes, sums.num_bytes)
     return metrics
+
+
+class Effort(NamedTuple):
+    """Hold what the rollouts of a step took.
+
+    seconds: that this rank spent on them in this step.
+    writer_seconds: that the process of --writer wrote; None: there is none, or it is not known.
+    failed: episodes of this rank that are left out, in the first step that uses the others.
+    """
+
+    seconds: float = 0.0
+    writer_seconds: float | None = None
+    failed: int = 0
 
 
 @dataclass

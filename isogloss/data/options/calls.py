@@ -18,6 +18,7 @@ from typing import NamedTuple
 import numpy as np
 
 from isogloss.data.ends import stop_ids
+from isogloss.data.texts import HALF_PAIR, is_text
 from isogloss.doors import door
 
 MARK = "7208913564120957386412"  # digits, which no template escapes or changes; in no chat
@@ -314,6 +315,11 @@ def _checked(name, arguments):
         raise NoCall("has no name")
     if not isinstance(arguments, dict):
         raise NoCall("has no arguments that are an object")
+    try:
+        if not is_text([name, arguments]):  # JSON can say it, and no template can write it
+            raise NoCall(HALF_PAIR)
+    except RecursionError:
+        raise NoCall("is no JSON: it is too deep") from None
     return name, arguments
 
 

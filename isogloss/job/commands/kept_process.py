@@ -33,7 +33,8 @@ def children():
     numbers = []
     for path in Path("/proc").glob("[0-9]*/stat"):
         try:
-            parent = path.read_text().rpartition(")")[2].split()[1]  # "id (name) state parent ..."
+            # "id (name) state parent ...", where a name may end within a character
+            parent = path.read_text(errors="replace").rpartition(")")[2].split()[1]
         except OSError:  # it has ended meanwhile
             continue
         if int(parent) == os.getpid():

@@ -18,7 +18,7 @@ from isogloss.job.watch import PERIOD
 def _words(process):
     """Return the command line of a process; [] if it has ended."""
     try:
-        return Path(f"/proc/{process}/cmdline").read_text().split("\0")
+        return Path(f"/proc/{process}/cmdline").read_text(errors="replace").split("\0")
     except OSError:
         return []
 
@@ -26,7 +26,7 @@ def _words(process):
 def _parent_and_session(process):
     """Return (id of a process's parent, its session); (0, 0) if there is none."""
     try:
-        text = Path(f"/proc/{process}/stat").read_text()
+        text = Path(f"/proc/{process}/stat").read_text(errors="replace")
     except OSError:
         return 0, 0
     parent, _, session = text.rpartition(")")[2].split()[1:4]  # "id (name) state parent group ..."
