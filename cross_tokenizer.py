@@ -191,7 +191,7 @@ def check_parameters(name, parameters):
         known |= set(inspect.signature(losses.position_divergence).parameters)
     settings = known & {*loss_bounds.NUMBERS, *loss_bounds.CHOICES, "kept_K"} | {"max_divergence"}
     if LOSSES[name].needs == "translation":
-        settings.add("text_weight")  # 1: there is no cross-entropy beside it
+        settings |= {"text_weight", "choice_weight"}  # 1: there is no cross-entropy beside it
     for parameter, value in parameters.items():
         if parameter not in settings:
             raise ValueError(f"{parameter}={value!r:.80}: {name} has no such parameter; it has "
@@ -383,7 +383,8 @@ class CrossTokenizerKD:
         if align.fingerprint(student_tokenizer) == align.fingerprint(teacher_tokenizer):
             if self.spec.needs == "translation":
                 self.spec = Adapter(self.spec.function, compute_per_position)
-                parameters.pop("text_weight", None)  # every cell is one token, so nothing is open
+                for of_cells in ("text_weight", "choice_weight"):  # every cell is one token
+                    parameters.pop(of_cells, None)
         self.tables = read_tables(self.spec.needs, tables, self.tokenizers, self.token_tables)
         if parameters.get("kept_K") is not None:
             check_columns(parameters["kept_K"], len(self.token_tables[1]))

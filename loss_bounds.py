@@ -29,6 +29,7 @@ NUMBERS = {
     "beta": Bounds(0, 1),
     "skew": Bounds(0, 1, is_below=True),  # at 1 the mixture would be the teacher itself
     "alpha": Bounds(0, 1),
+    "choice_weight": Bounds(0, 1e6),
     "text_weight": Bounds(0, 1e6),
     "max_divergence": Bounds(0, 1e6),
     "top_k": Bounds(0, 2**20, is_whole=True),

@@ -58,6 +58,9 @@ else:
 
 FLOOR, LOG_ZERO = losses.FLOOR, losses.LOG_ZERO
 LOG_NOTHING = LOG_ZERO + 1  # nats; a cell's mass below this is 0
+# A root asks about all that may follow, a choice about the one continuation that the text has: its
+# gradient is as true and much noisier.  Measured: docs/piece_kl.md, "What a node weighs".
+CHOICE_WEIGHT = 0.3
 
 # --- the teacher's masses -------------------------------------------------------------------------
 
@@ -390,22 +393,25 @@ def translated(
     student_logits_BSV: Tensor, teacher_logits_BTW: Tensor, nodes: Nodes, tables: Tables, *,
     divergence: Callable[..., losses.SumAndCount] = losses.forward_kl, temperature: float = 1.0,
     weight_BS: Tensor | None = None, reduction: str = "sum",
-    text_weight: float = 0.0, has_rest: bool = False, of_roots: Callable[..., Tensor] = root_values,
+    choice_weight: float = CHOICE_WEIGHT, text_weight: float = 0.0, has_rest: bool = False,
+    of_roots: Callable[..., Tensor] = root_values,
     cells: CellColumns | None = None, bound: losses.Bound | None = None, **parameters: Any,
 ) -> losses.SumAndCount:
     """Compare the teacher's belief, translated, with the student, node by node.
 
     The sum, times tau^2, of D(teacher, student) over all nodes.  Both models' masses of the cells
     are those at temperature 1, to the power 1 / tau and normalized in the scope: softened before,
-    a cell's mass would grow with the number of its tokens.  A choice weighs as its root does, and
-    is not counted.  The rest of an n:m chunk is a forward KL whatever D is.  D = `forward_kl` makes
-    the sum, in expectation over the text, KL(belief || student).
+    a cell's mass would grow with the number of its tokens.  A choice weighs `choice_weight` times
+    as much as its root, and is not counted.  The rest of an n:m chunk is a forward KL whatever D
+    is.  D = `forward_kl` makes the sum, in expectation over the text, KL(belief || student), where
+    choices weigh 1.
 
     Args:
         student_logits_BSV, teacher_logits_BTW: any float type; the teacher gets no gradient.
         nodes: from `list_nodes` of the same batch.
         divergence: one of losses.py that compares two models with one vocabulary: `forward_kl`,
             `reverse_kl`, `generalized_jsd`, `total_variation`, ...
+        choice_weight: of a choice beside its root, see `CHOICE_WEIGHT`.
         text_weight: of the cross-entropy of what the roots leave open, for training without another
             one: of tokens in their cells, and in place of the rest of n:m chunks.
         has_rest: the teacher's logits have W + 1 columns, some -inf and the last the rest, as those
@@ -439,7 +445,7 @@ def translated(
     choice_K, inside_K, rest_M = compare_others(
         answers, y_MW, nodes, target, goes, compare=compare, temperature=temperature)
     if len(nodes.choices.level):
-        value_N = value_N + nodes.choices.roots.sum(choice_K)
+        value_N = value_N + choice_weight * nodes.choices.roots.sum(choice_K)
     if bound:
         value_N, inside_K = bound(value_N), bound(inside_K)
         rest_M = rest_M if text_weight else bound(rest_M)

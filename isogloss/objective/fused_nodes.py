@@ -33,11 +33,15 @@ EXCLUDED = 10 * FLOOR  # a logit below any that counts, see `translation.Answers
 
 
 class Divergence(NamedTuple):
-    """Name a divergence of cells and its parameters, see `losses.position_divergence`."""
+    """Name a divergence of cells and its parameters, see `losses.position_divergence`.
+
+    choice_weight: see `translation.translated`.
+    """
 
     name: str
     coefficient: float
     temperature: float
+    choice_weight: float = translation.CHOICE_WEIGHT
 
     def value_and_gradient(self, logits_KG, logq_KG):
         """Return ((K,) divergences, their gradients (K, G)), without the square of temperature.
@@ -157,7 +161,8 @@ def small_nodes(x_nV, y_mW, teacher, weight_n, nodes, columns, *, divergence, is
     scale = divergence.temperature**2
     if len(choices.level):
         value, slope_scope = of_choices(
-            x_scope, y_mW, teacher, choices, scale * weight_N[choices.roots.of_E], divergence)
+            x_scope, y_mW, teacher, choices,
+            scale * divergence.choice_weight * weight_N[choices.roots.of_E], divergence)
         kd = kd + value
     if len(insides.row_S):
         value, slope, slope_inside = of_insides(

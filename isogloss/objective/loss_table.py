@@ -19,7 +19,13 @@ from isogloss.projection_tools.files import cached_translation
 from isogloss.projection_tools.tokenizers import Pair
 from isogloss.teachers.protocol import FLAGS_OF_MODELS
 from isogloss.tile_plan import GPU_SUB_TILES
-from isogloss.translation import CellColumns, cell_coverage, root_values, translated_sub_tile
+from isogloss.translation import (
+    CHOICE_WEIGHT,
+    CellColumns,
+    cell_coverage,
+    root_values,
+    translated_sub_tile,
+)
 
 DEFAULT_COPIES = GPU_SUB_TILES.live_copies
 AUTO_WEIGHT = -1.0  # matched_weight: as large as the common part of the teacher's vocabulary
@@ -110,6 +116,7 @@ def build_divergence(cfg, pair, device, has_rest=False, *, divergence):
     parameters = dict(temperature=cfg.temperature, top_k=cfg.loss_topk) | cfg.options_of_loss
     parameters["support"] = parameters.pop("topk_of")
     parameters.pop("max_divergence", None)  # see build_loss
+    choice_weight = parameters.pop("choice_weight")
     compiler = compiler_of(cfg, device)
     are_equal = pair.fingerprints[0] == pair.fingerprints[1]
     if has_rest and cfg.follows_student:
@@ -123,7 +130,7 @@ def build_divergence(cfg, pair, device, has_rest=False, *, divergence):
                          "says of every token that the student may write, and of this teacher the "
                          "most likely ones are kept; keep hidden states, or use another loss")
     return build_translated(pair, device, divergence, parameters, has_rest, compiler,
-                            has_text=cfg.ce_weight > 0)
+                            has_text=cfg.ce_weight > 0, choice_weight=choice_weight)
 
 
 def plain(function):
@@ -186,7 +193,7 @@ def _chosen(logits, rows, in_order):
 
 
 def build_translated(pair, device, divergence, parameters, has_rest=False, compiler=plain, *,
-                     has_text=True):
+                     has_text=True, choice_weight=CHOICE_WEIGHT):
     """Build a divergence between any two tokenizers, see `translation.translated_sub_tile`."""
     of_roots = compiler(root_values)
     tables = as_tables(cached_translation(pair))
@@ -197,7 +204,8 @@ def build_translated(pair, device, divergence, parameters, has_rest=False, compi
 
     loss_fn = partial(
         translated_sub_tile, tables=of_rows, divergence=divergence, has_text=has_text,
-        has_rest=has_rest, of_roots=of_roots, cells=cells, **parameters)
+        has_rest=has_rest, of_roots=of_roots, cells=cells, choice_weight=choice_weight,
+        **parameters)
 
     def coverage(teacher_logits, sub_tile):
         return cell_coverage(teacher_logits[None], sub_tile.terms, of_rows)
@@ -207,7 +215,7 @@ def build_translated(pair, device, divergence, parameters, has_rest=False, compi
     if written:
         from isogloss.objective.fused_nodes import Divergence, TranslationGradient
 
-        compared = Divergence(*written, parameters["temperature"])
+        compared = Divergence(*written, parameters["temperature"], choice_weight)
         gradient = TranslationGradient(compared, of_rows, cells, has_text, compiler)
     return DistillationLoss(loss_fn, gradient, tables, coverage=coverage,
                             coverage_names=("cell_coverage", "joined_mass"))
@@ -299,13 +307,14 @@ def divergence_loss(divergence, live_copies=DEFAULT_COPIES):
     linear_unless = "loss_topk" if divergence is losses.forward_kl else ""
     return LossSpec(
         partial(build_divergence, divergence=divergence), "spellings",
-        ("temperature", "loss_topk"), options_of(divergence) | {"topk_of": "teacher"},
+        ("temperature", "loss_topk"), options_of(divergence) | OF_TRANSLATION,
         truncated="softened", linear_unless=linear_unless, live_copies=live_copies)
 
 
 # keywords of losses that are flags, or that the job sets itself
 GIVEN = ("temperature", "teacher_temperature", "top_k", "support", "tail", "reduction", "has_rest")
 BOUNDED = {"max_divergence": 0.0}  # of losses that take a bound
+OF_TRANSLATION = {"topk_of": "teacher", "choice_weight": CHOICE_WEIGHT}
 OF_PROJECTION = {"projection_topk": 8192, "learn_projection": False,
                  "projection_learning_rate": 0.0}
 PROJECTED = "temperature", "projection"  # flags of the losses that have a projection
