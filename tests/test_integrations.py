@@ -1,6 +1,7 @@
 """integrations.py: the loss of distill.py inside of other trainers, on the same rows."""
 
 import json
+import pickle
 import re
 import types
 import warnings
@@ -220,6 +221,8 @@ def test_a_batch_may_hold_rows_of_several_kinds(chat_models):
     batch = distillation.collate(rows)
     apart = [count_terms(distillation.collate([row])) for row in rows]
     assert count_terms(batch) == tuple(map(sum, zip(*apart))) and min(map(min, apart)) > 0
+    by_worker = pickle.loads(pickle.dumps(distillation.collate))(rows)  # a spawned one
+    assert count_terms(by_worker) == count_terms(batch)
     shape = *batch["labels"].shape, len(distillation.student.table)
     logits = torch.randn(shape, generator=torch.Generator().manual_seed(0))
     loss, _ = distillation.loss(logits, batch)

@@ -16,6 +16,7 @@ Tests: tests/test_integrations.py.
 
 import warnings
 from dataclasses import replace
+from functools import partial
 from itertools import islice
 
 import torch
@@ -134,14 +135,10 @@ class Distillation:
         self.setup.source = ModelTeacher(
             WholeModel(model), head_of(model, vocab), spec, "replicated", 0)
 
-    def collate(self, rows):
-        """Return {"labels": (B, S), "batch": Batch} of rows, dicts as they lie in a data set.
-
-        Raises:
-            DataError: a row that holds no text, no chat, or no prompt and completion.
-        """
-        batch = self.collator([reader_of(row, self.cfg)(row) for row in rows])
-        return {"labels": batch.student.labels, "batch": batch}
+    @property
+    def collate(self):
+        """Return the `collate_fn` of a DataLoader, see `_collate`; to workers it takes no model."""
+        return partial(_collate, self.cfg, self.collator)
 
     def inputs(self, batch, device="cpu"):
         """Return the arguments of the student's forward pass for what `collate` gave."""
@@ -214,6 +211,16 @@ class Distillation:
             encoder = replace(self.student, generation={"eos_token_id": generation.eos_token_id})
             ends = all_ends(encoder)
             generation.eos_token_id = ends[0] if len(ends) == 1 else ends or None
+
+
+def _collate(cfg, collator, rows):
+    """Return {"labels": (B, S), "batch": Batch} of rows, dicts as they lie in a data set.
+
+    Raises:
+        DataError: a row that holds no text, no chat, or no prompt and completion.
+    """
+    batch = collator([reader_of(row, cfg)(row) for row in rows])
+    return {"labels": batch.student.labels, "batch": batch}
 
 
 def config_of(flags):
