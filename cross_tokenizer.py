@@ -402,11 +402,17 @@ class CrossTokenizerKD:
         """Return the Batch of a list of B strings; the `collate_fn` of a DataLoader.
 
         Raises:
-            ValueError: not strings, or none.
+            ValueError: not strings, none, or one that UTF-8 cannot hold.
         """
         if not texts or not all(isinstance(text, str) for text in texts):
             arrived = sorted({type(text).__name__ for text in texts}) or "nothing"
             raise ValueError(f"collate: expected a list of strings, got {arrived}")
+        for text in texts:
+            try:
+                text.encode()
+            except UnicodeEncodeError:
+                raise ValueError(f"collate: {text[:40]!r} holds half of a surrogate pair, which is "
+                                 "no text; repair or remove it") from None
         student, teacher = [
             _encode(texts, tokenizer, table)
             for tokenizer, table in zip(self.tokenizers, self.token_tables)]

@@ -21,7 +21,7 @@ for name, value in dict(kd_weight=1.0, learning_rate=1e-4, epochs=1, batch_size=
 args = parser.parse_args()
 
 device = "cuda" if torch.cuda.is_available() else "cpu"
-student = AutoModelForCausalLM.from_pretrained(args.student).to(device)
+student = AutoModelForCausalLM.from_pretrained(args.student, dtype=torch.float32).to(device)
 teacher = AutoModelForCausalLM.from_pretrained(args.teacher).to(device).eval()
 tokenizer = AutoTokenizer.from_pretrained(args.student)
 kd = CrossTokenizerKD(tokenizer, AutoTokenizer.from_pretrained(args.teacher), max_length=256)

@@ -226,6 +226,8 @@ def test_wrong_input_is_one_line(pair, kd):
             CrossTokenizerKD(*tokenizers, *arguments, **settings)
     with pytest.raises(ValueError, match="a list of strings, got \\['int'\\]"):
         kd.collate([3])
+    with pytest.raises(ValueError, match="holds half of a surrogate pair, which is no text"):
+        kd.collate(["a", "b \ud83d"])
     batch = kd.collate(["a story"])
     student, teacher = random_logits(batch, kd)
     with pytest.raises(ValueError, match="the student's logits have the shape"):
@@ -358,13 +360,20 @@ def test_wrong_tables_are_one_line(pair, tables, case, tmp_path, monkeypatch):
 # --- examples -------------------------------------------------------------------------------------
 
 def test_the_example_runs_in_a_directory_of_copies(pair, stories, tmp_path):
-    """Nothing but the copied files can be imported there; what they save is a trained model."""
+    """Nothing but the copied files can be imported there; what they save is a trained model.
+
+    A student that comes in bfloat16 is trained in float32, whose small steps bfloat16 would lose.
+    """
     for name in ("align", "loss_bounds", "losses", "nodes", "translation", "spelling",
                  "cross_tokenizer"):
         shutil.copy(ROOT / f"{name}.py", tmp_path)
     lines = [json.dumps({"text": text[:200]}) + "\n" for text in stories[:12]]
     (tmp_path / "texts.jsonl").write_text("".join(lines))
-    student, teacher = pair.folders
+    teacher = pair.folders[1]
+    student = tmp_path / "student"
+    half = AutoModelForCausalLM.from_pretrained(pair.folders[0], dtype=torch.bfloat16)
+    half.save_pretrained(student)
+    pair.tokenizers[0].save_pretrained(student)
     text = (ROOT / "examples" / "plain.py").read_text()
     line, = re.findall(r"^from isogloss import CrossTokenizerKD.*$", text, re.M)
     copied = text.replace(line, "from cross_tokenizer import CrossTokenizerKD")
@@ -378,9 +387,10 @@ def test_the_example_runs_in_a_directory_of_copies(pair, stories, tmp_path):
     assert len(printed) == 2
     text_loss, loss = [float(word) for word in printed[0].replace(",", "").split()[1::4]]
     assert 0.1 < loss - text_loss < 5
-    before = pair.models[0].state_dict()
+    before = half.float().state_dict()
     trained = AutoModelForCausalLM.from_pretrained(tmp_path / "first").state_dict()
     assert AutoTokenizer.from_pretrained(tmp_path / "first").vocab_size == 512
+    assert {weight.dtype for weight in trained.values()} == {torch.float32}
     moved = sum((trained[key] - before[key]).abs().sum() for key in before)
     assert torch.isfinite(moved) and moved > 1
 

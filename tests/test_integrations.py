@@ -1,6 +1,7 @@
 """integrations.py: the loss of distill.py inside of other trainers, on the same rows."""
 
 import json
+import pickle
 import re
 import types
 import warnings
@@ -169,6 +170,76 @@ def test_a_student_stops_where_it_learns_to(chat_models, tmp_path):
     assert tokenizer.eos_token_id in taught and set(ends) == {7, *taught}
 
 
+def test_a_student_made_anew_stops_there_too_and_one_without_ends_has_none(chat_models, tmp_path):
+    """Trainer calls `model_init` before each training; no id ends a text without an eos."""
+    tokenizer = AutoTokenizer.from_pretrained(chat_models[0])
+    tokenizer.chat_template = None
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<|im_end|>"]})
+
+    def made_anew():
+        model = AutoModelForCausalLM.from_pretrained(chat_models[0])
+        model.resize_token_embeddings(len(tokenizer))
+        return model
+
+    trainer_class, settings = trainer_of("Trainer", tmp_path)
+    trainer = distilled(trainer_class, chat_models[1])(
+        args=settings, train_dataset=[{"text": "One day"}] * ROWS, processing_class=tokenizer,
+        model_init=made_anew)
+    trainer.train()
+    student = trainer.distillation.student
+    ends = tokenizer.eos_token_id, tokenizer.convert_tokens_to_ids("<|im_end|>")
+    assert set(trainer.model.generation_config.eos_token_id) == set(ends)
+    student.table.eos = student.table.end_of_turn = -1
+    trainer.model.generation_config.eos_token_id = None
+    trainer.distillation.teach_ends(trainer.model)
+    assert trainer.model.generation_config.eos_token_id is None
+
+
+def test_trl_reads_no_row_itself(chat_models, tmp_path):
+    """Nor with arguments of transformers, of which it makes its own; max_length is TRL's."""
+    from datasets import Dataset
+
+    trl = pytest.importorskip("trl")
+    rows = [{"text": "One day a boat came home. " * 200}] * ROWS
+    for name, own, length in [("Trainer", {}, 1024), ("SFTTrainer", {"max_length": None}, 2**31)]:
+        trainer = distilled(trl.SFTTrainer, chat_models[1], teacher_max_length=10000)(
+            AutoModelForCausalLM.from_pretrained(chat_models[0]),
+            args=trainer_of(name, tmp_path, **own)[1], train_dataset=Dataset.from_list(rows),
+            processing_class=AutoTokenizer.from_pretrained(chat_models[0]))
+        assert trainer.train_dataset[0] == rows[0]
+        num_tokens = len(trainer.distillation.student.encode([rows[0]["text"]])[0])
+        assert num_tokens > 1024
+        labels = trainer.distillation.collate(rows[:1])["labels"]
+        assert int((labels >= 0).sum()) == min(num_tokens - 1, length)
+
+
+def test_a_batch_may_hold_rows_of_several_kinds(chat_models):
+    """As a data set of texts and chats has them; terms of all ranks come as a tensor."""
+    distillation = Distillation(AutoTokenizer.from_pretrained(chat_models[0]), chat_models[1])
+    empty = dict.fromkeys(["text", "messages", "prompt", "completion"])
+    rows = [empty | make("One day " * 9) for make, _ in KINDS.values()]
+    batch = distillation.collate(rows)
+    apart = [count_terms(distillation.collate([row])) for row in rows]
+    assert count_terms(batch) == tuple(map(sum, zip(*apart))) and min(map(min, apart)) > 0
+    by_worker = pickle.loads(pickle.dumps(distillation.collate))(rows)  # a spawned one
+    assert count_terms(by_worker) == count_terms(batch)
+    shape = *batch["labels"].shape, len(distillation.student.table)
+    logits = torch.randn(shape, generator=torch.Generator().manual_seed(0))
+    loss, _ = distillation.loss(logits, batch)
+    assert torch.equal(distillation.loss(logits, batch, torch.tensor(count_terms(batch)))[0], loss)
+
+
+def test_a_loss_without_weight_is_not_logged(chat_models, tmp_path):
+    for without in ("ce", "kd"):
+        trainer_class, settings = trainer_of("Trainer", tmp_path, gradient_accumulation_steps=1)
+        trainer = distilled(trainer_class, chat_models[1], **{f"{without}_weight": 0.0})(
+            AutoModelForCausalLM.from_pretrained(chat_models[0]), args=settings,
+            train_dataset=[{"text": "One day"}] * ROWS,
+            processing_class=AutoTokenizer.from_pretrained(chat_models[0]))
+        trainer.train()
+        assert without not in trainer.state.log_history[0].keys() > {"loss"}
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("asks", [True, False])
 def test_a_mixture_balances_its_experts_where_its_config_asks(models, tokenizers, tmp_path, asks):
@@ -194,21 +265,24 @@ def test_a_mixture_balances_its_experts_where_its_config_asks(models, tokenizers
     assert balance > 1
 
 
-def test_autocast_and_an_adapter_of_the_teacher_change_nothing(chat_models):
+def test_autocast_and_an_adapter_of_the_teacher_change_nothing(chat_models, tmp_path):
     """In Lightning and Accelerate the loss stands inside of autocast; a new adapter adds 0."""
     peft = pytest.importorskip("peft")
     tokenizers = list(map(AutoTokenizer.from_pretrained, chat_models))
     teacher = AutoModelForCausalLM.from_pretrained(chat_models[1])
     values = []
-    for its_teacher in (teacher, peft.get_peft_model(teacher, peft.LoraConfig())):
-        distillation = Distillation(tokenizers[0], its_teacher, tokenizers[1], loss="uld")
+    adapted = peft.get_peft_model(AutoModelForCausalLM.from_pretrained(chat_models[1]),
+                                  peft.LoraConfig())
+    adapted.save_pretrained(tmp_path)  # without a tokenizer: it is that of its base model
+    for its in ((teacher, tokenizers[1]), (adapted, tokenizers[1]), (str(tmp_path),)):
+        distillation = Distillation(tokenizers[0], *its, loss="uld")
         batch = distillation.collate([{"text": "In 2010 the boat"}, {"text": ""}])
         shape = *batch["batch"].student.ids.shape, len(tokenizers[0])
         logits = torch.randn(shape, generator=torch.Generator().manual_seed(0))
         for enabled in (False, True):
             with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
                 values.append(float(distillation.loss(logits, batch)[0]))
-    assert values == [values[0]] * 4
+    assert values == [values[0]] * 6
 
 
 def blocks():
@@ -269,7 +343,8 @@ def test_wrong_arguments_are_refused(chat_models):
         Distillation(tokenizer, narrow, AutoTokenizer.from_pretrained(chat_models[1]))
     made = distilled(SFT, chat_models[1])
     for name, value in [("packing", True), ("label_smoothing_factor", 0.1), ("loss_type", "dft"),
-                        ("completion_only_loss", False)]:
+                        ("completion_only_loss", False), ("truncation_mode", "keep_end"),
+                        ("dataset_text_field", "story")]:
         with pytest.raises(ValueError, match=f"{name}={value}|{name}='{value}'"):
             made("m", args=types.SimpleNamespace(**{name: value}))
     for name in ("compute_metrics", "compute_loss_func", "formatting_func"):

@@ -16,6 +16,7 @@ Tests: tests/test_integrations.py.
 
 import warnings
 from dataclasses import replace
+from functools import partial
 from itertools import islice
 
 import torch
@@ -37,6 +38,7 @@ from isogloss.evaluation.evaluate import (
     evaluation_terms,
     metrics_of,
 )
+from isogloss.flags.model_names import read_model_name
 from isogloss.inputs import with_common_ids
 from isogloss.job.columns import to_device
 from isogloss.losses import next_token_cross_entropy
@@ -60,11 +62,13 @@ REFUSED = {"packing": "each row is one text for both models",
            "padding_free": "rows are padded here",
            "label_smoothing_factor": "the cross-entropy is that of the text",
            "loss_type": "the cross-entropy is that of the text",
+           "truncation_mode": "both models are cut behind the same byte",
+           "dataset_text_field": "the column of texts is named text here; rename it",
            "compute_loss_func": "the loss is that of `loss` and its weights",
            "formatting_func": "each model has its own template; map the data set before",
            "compute_metrics": "an evaluation has its loss alone; use `Distillation` in a loop",
            "preprocess_logits_for_metrics": "an evaluation has its loss alone"}
-ASKS_NOTHING = (None, False, 0, "nll")  # values of these that are no wish
+ASKS_NOTHING = (None, False, 0, "nll", "keep_start", "text")  # values of these that are no wish
 
 
 class Distillation:
@@ -85,7 +89,9 @@ class Distillation:
         if teacher_tokenizer is None and not isinstance(teacher, str):
             raise ValueError("teacher_tokenizer: is missing, and a model does not know its own; "
                              "give it, or the name of the teacher")
-        teacher_tokenizer = teacher_tokenizer or tokenizer_files.load(teacher)
+        if teacher_tokenizer is None:
+            teacher_tokenizer = tokenizer_files.load(
+                *read_model_name("teacher", teacher).of_tokenizer)
         if isinstance(teacher, str):
             teacher = load_model("teacher", teacher, dtype="auto")
         if hasattr(teacher, "get_base_model"):  # of peft: the adapter's layers are in there
@@ -129,15 +135,10 @@ class Distillation:
         self.setup.source = ModelTeacher(
             WholeModel(model), head_of(model, vocab), spec, "replicated", 0)
 
-    def collate(self, rows):
-        """Return {"labels": (B, S), "batch": Batch} of rows, dicts as they lie in a data set.
-
-        Raises:
-            DataError: a row that holds no text, no chat, or no prompt and completion.
-        """
-        read = reader_of(rows[0], self.cfg)
-        batch = self.collator([read(row) for row in rows])
-        return {"labels": batch.student.labels, "batch": batch}
+    @property
+    def collate(self):
+        """Return the `collate_fn` of a DataLoader, see `_collate`; to workers it takes no model."""
+        return partial(_collate, self.cfg, self.collator)
 
     def inputs(self, batch, device="cpu"):
         """Return the arguments of the student's forward pass for what `collate` gave."""
@@ -163,7 +164,8 @@ class Distillation:
             raise ValueError(f"logits of {tuple(logits.shape)}: expected {shape} or more columns: "
                              "what a student with this tokenizer returns for inputs(batch)")
         with torch.autocast(logits.device.type, enabled=False):
-            return self._loss(logits, batch, terms or count_terms(batch), scale)
+            terms = count_terms(batch) if terms is None else terms
+            return self._loss(logits, batch, terms, scale)
 
     def _loss(self, logits, batch, terms, scale):
         num_ce, num_kd = terms
@@ -208,7 +210,17 @@ class Distillation:
         if generation is not None:
             encoder = replace(self.student, generation={"eos_token_id": generation.eos_token_id})
             ends = all_ends(encoder)
-            generation.eos_token_id = ends[0] if len(ends) == 1 else ends
+            generation.eos_token_id = ends[0] if len(ends) == 1 else ends or None
+
+
+def _collate(cfg, collator, rows):
+    """Return {"labels": (B, S), "batch": Batch} of rows, dicts as they lie in a data set.
+
+    Raises:
+        DataError: a row that holds no text, no chat, or no prompt and completion.
+    """
+    batch = collator([reader_of(row, cfg)(row) for row in rows])
+    return {"labels": batch.student.labels, "batch": batch}
 
 
 def config_of(flags):
@@ -251,8 +263,8 @@ def count_terms(*batches):
             sum(count.pairs[0].kd_terms for count in counts))
 
 
-def _settings_of(arguments, options):
-    """Return the TrainingArguments among a trainer's arguments, which leave rows as they are."""
+def _prepare_settings(arguments, options):
+    """Let the TrainingArguments among a trainer's arguments leave rows as they are."""
     settings = options.get("args") or next(
         (one for one in arguments if isinstance(one, TrainingArguments)), None)
     if settings is None:
@@ -268,7 +280,6 @@ def _settings_of(arguments, options):
     settings.accelerator_config.dispatch_batches = False  # a stream's batches are no plain tensors
     if hasattr(settings, "dataset_kwargs"):
         settings.dataset_kwargs = {"skip_prepare_dataset": True}
-    return settings
 
 
 def weight_of_routers(config):
@@ -291,13 +302,13 @@ class Distilling:
     learns_from: tuple = ()
 
     def __init__(self, *arguments, **options):
-        settings = _settings_of(arguments, options)
+        _prepare_settings(arguments, options)
         teacher, teacher_tokenizer, flags = self.learns_from
         its_flags = dict(flags)
-        if getattr(settings, "max_length", None):
-            its_flags.setdefault("max_length", settings.max_length)
         options["data_collator"] = lambda rows: rows  # that of a caller knows token ids alone
         super().__init__(*arguments, **options)
+        if hasattr(self.args, "max_length"):  # None of TRL: nothing is cut
+            its_flags.setdefault("max_length", self.args.max_length or 2**31)
         if self.processing_class is None:
             raise ValueError("processing_class: is missing; give the student's tokenizer")
         tokenizer = getattr(self.processing_class, "tokenizer", self.processing_class)
@@ -312,6 +323,15 @@ class Distilling:
         # sums since the last log, which stay on the device, and terms
         self.seen = torch.zeros(2, dtype=torch.float64, device=self.args.device)
         self.seen_terms = [0, 0]
+
+    def _prepare_dataset(self, dataset, *arguments, **options):
+        return dataset  # TRL would leave token ids in the place of rows
+
+    def call_model_init(self, trial=None):
+        model = super().call_model_init(trial)
+        if hasattr(self, "distillation"):  # the first one is taught above
+            self.distillation.teach_ends(model)
+        return model
 
     # as a whole: unsloth has another one in the Trainer, which counts labels itself
     def get_batch_samples(self, epoch_iterator, num_batches, device):
@@ -380,7 +400,11 @@ class Distilling:
         if "loss" in logs:  # on all ranks
             seen = torch.cat([self.seen, self.seen.new_tensor(self.seen_terms)])
             ce, kd, num_ce, num_kd = self.accelerator.gather(seen[None]).sum(0).tolist()
-            logs |= {"ce": ce / max(num_ce, 1), "kd": kd / max(num_kd, 1)}
+            cfg = self.distillation.cfg
+            if cfg.ce_weight:  # else it is not computed
+                logs["ce"] = ce / max(num_ce, 1)
+            if cfg.kd_weight:
+                logs["kd"] = kd / max(num_kd, 1)
             self.seen.zero_()
             self.seen_terms = [0, 0]
         super().log(logs, *arguments, **options)
@@ -390,10 +414,10 @@ def distilled(trainer_class, teacher, teacher_tokenizer=None, **flags):
     """Return a subclass of the Trainer of transformers, or of TRL's SFTTrainer, with a teacher.
 
     Its loss is ce_weight * cross-entropy + kd_weight * distillation loss, each a mean over all
-    micro-batches of a step and all ranks; both are logged as `ce` and `kd`, of an evaluation as
-    `eval_ce` and `eval_kd`, with bits per byte of both models.  What a mixture asks for its
-    routers is added.  It is made as its base class is, with `args`; what that does to prepare texts
-    is left to `Distillation.collate`.
+    micro-batches of a step and all ranks.  Those that have a weight are logged as `ce` and `kd`, of
+    an evaluation both as `eval_ce` and `eval_kd`, with bits per byte of both models.  What a
+    mixture asks for its routers is added.  It is made as its base class is, with `args`; what that
+    does to prepare texts is left to `Distillation.collate`.
 
     Args:
         teacher, teacher_tokenizer, flags: see `Distillation`; max_length is SFTConfig's unless
