@@ -22,6 +22,7 @@ bpm, bpm_fkl   Byte-Prefix Marginalization (arXiv:2607.22334, github.com/K1XE/BP
 no_teacher   The baseline of arXiv:2608.31046 for what a student has written: a fixed negative
     advantage on tokens that the student found unlikely, so log p where p < UNLIKELY, and 0
     elsewhere.  The paper's threshold is not in its abstract.
+piece_kl_even      Ours, where choices weigh as much as their roots.
 same_token, total_variation_common   What square.py measures of a student, not losses.
 
 Tests: tests/test_rivals.py.
@@ -29,6 +30,7 @@ Tests: tests/test_rivals.py.
 
 from bisect import bisect_left
 from collections import defaultdict
+from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
 
@@ -53,6 +55,8 @@ def add():
                        "no_teacher": NoTeacher, **{name: partial(Agreement, measure=name)
                                                    for name in AGREEMENT}}.items():
         LOSSES[name] = LossSpec(partial(build, loss), "chunks")
+    ours = LOSSES["piece_kl"]
+    LOSSES["piece_kl_even"] = replace(ours, options=ours.options | {"choice_weight": 1.0})
 
 
 def build(loss, cfg, pair, device, has_rest=False):

@@ -35,20 +35,21 @@ LOG = ROOT / "docs" / "log"
 TEXT = "text"  # no teacher
 EQUAL = "forward_kl"  # what every loss is where both tokenizers are the same
 FIRST = "piece_kl"
+EVEN = "piece_kl_even"  # what that was until 29 November 2026: choices weigh as their roots do
 KINDS = "bytes", "digits", "unigram"
 SEEDS_TO_CHOOSE = 100, 101
 FEW = 3  # seeds of every pair before more of any
 LIGHTEST, HEAVIEST = 1 / 64, 64.0  # weights that are tried at most
 # where the grid begins: near what earlier tables found, so that few runs bracket the best
-FIRST_WEIGHTS = defaultdict(lambda: 1 / 8, piece_kl=1.0, forward_kl=1.0, simct=1 / 4, simct_fkl=1.0,
-                            projection_kl=1 / 4, bpm=1 / 4)
+FIRST_WEIGHTS = defaultdict(lambda: 1 / 8, piece_kl=1.0, piece_kl_even=1.0, forward_kl=1.0,
+                            simct=1 / 4, simct_fkl=1.0, projection_kl=1 / 4, bpm=1 / 4)
 RATES = 3e-3, 1.5e-3
 # the name of a method, and its forms: that of its paper first
 RIVALS = {"SimCT": ("simct", "simct_fkl"), "BPM": ("bpm", "bpm_fkl"), "CSD": ("csd",),
           "P-KL": ("projection_kl",), "H-KL": ("h_kl",), "ALM": ("alm",), "ULD": ("uld",)}
 FORMS = {"simct": "published: reverse KL", "simct_fkl": "forward KL",
          "bpm": "published: JSD 0.5, white space masked", "bpm_fkl": "forward KL, no mask",
-         TEXT: "no teacher", FIRST: "default"}
+         TEXT: "no teacher", FIRST: "default", EVEN: "choices weigh 1"}
 LOOPS = "bpm", "bpm_fkl", "csd"  # in Python, see above
 CHEAPEST = "simct"
 DOMAINS = "sources", "documentation"
@@ -510,8 +511,8 @@ PAIRS = {("digits", "bytes"): "finer", ("bytes", "digits"): "coarser",
 OLDER = {False: "square_new.json", True: "square_new_equal_seconds.json"}
 PAGE_LARGE, LEFT_OUT = "large_500", "over text after as many steps"
 OLDER_N = 8  # seeds of older tables, which fewer do not replace
-RENAMED = {"bpm": "bpm_fkl"}  # what older tables call a form
-ROWS = (FIRST, "simct", "simct_fkl", "bpm", "bpm_fkl", "csd", "projection_kl", "h_kl", "alm",
+RENAMED = {"bpm": "bpm_fkl", FIRST: EVEN}  # what older tables call a form
+ROWS = (FIRST, EVEN, "simct", "simct_fkl", "bpm", "bpm_fkl", "csd", "projection_kl", "h_kl", "alm",
         "uld")
 
 
