@@ -300,7 +300,7 @@ class Translation:
         return None
 
     def terms(self, x, y, student_ids, student_next, teacher_next, student_chunk, teacher_chunk,
-              name, tau=1.0, coefficient=0.0, text_weight=0.0, limit=math.inf):
+              name, tau=1.0, coefficient=0.0, text_weight=0.0, limit=math.inf, choice_weight=0.3):
         """Return [(sample, student position, counts, term)]; limit: of a position's divergence."""
         self.name, self.tau, self.coefficient = name, tau, coefficient
         found = chunks(student_chunk, teacher_chunk)
@@ -320,7 +320,7 @@ class Translation:
             possible = self.possible(q[0], int(student_ids[b, rows_S[0]]), came[0])
             terms.append((b, rows_S[0], 1, self.root(p[0], possible, going, goes_on)))
             for term in self.choices(p[0], possible, q, came, written[0], going, goes_on):
-                terms.append((b, rows_S[0], 0, term))
+                terms.append((b, rows_S[0], 0, choice_weight * term))
             v = written[0]
             if text_weight and v in self.cell_of_student:
                 alike = [u for u, cell in self.cell_of_student.items()

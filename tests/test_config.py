@@ -24,7 +24,7 @@ from tokens import pair_of
 GOOD = dict(student="s", teacher="t", data="d")
 WEIGHED = '[{"data": "d", "weight_key": "w"}]'
 ALM = {"max_divergence": 0.0}
-DIVERGENCE = ALM | {"topk_of": "teacher"}
+DIVERGENCE = ALM | {"topk_of": "teacher", "choice_weight": 0.3}
 JSD = {"loss": "generalized_jsd", "loss_options": {"beta": 0.3}}
 NAMES = [entry.name for entry in fields(Config)]
 

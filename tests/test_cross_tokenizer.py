@@ -245,6 +245,7 @@ VALUES = {
     "skew": ("skew_forward_kl", "skew", [0, 0.99], [-0.5, 1, 1.0, 1.5, NAN]),
     "alpha": ("adaptive_kl", "alpha", [0, 1], [9, -1, NAN]),
     "text_weight": ("piece_kl", "ce_weight", [0, 1e6], [-3, NAN, float("inf"), 1e7]),
+    "choice_weight": ("piece_kl", "choice_weight", [0, 0.3, 1e6], [-1, NAN, 1e7, "2"]),
     "top_k": ("reverse_kl", "loss_topk", [0, 5, 2**20], [-1, 2.5, 2**21]),
     "uncommon_topk": ("gold", "uncommon_topk", [1, 2**20], [0, -1, 0.5]),
     "max_divergence": ("alm", "max_divergence", [0, 0.5, 1e6], [-1, NAN, 1e7, "2"]),

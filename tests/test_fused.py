@@ -121,6 +121,15 @@ def test_tokens_without_a_cell_and_tokens_that_cannot_come(monkeypatch):
     check_both(loss, sub_tile, x, y, WEIGHTS[0], 1e-6)
 
 
+@pytest.mark.parametrize("choice_weight", [0.0, 2.0])
+def test_choices_of_another_weight(choice_weight, monkeypatch):
+    sub_tile, x, y, tables = of_toy(PAIRS[1], 3, torch.float64)
+    assert len(sub_tile.terms.choices.level)
+    loss = build(monkeypatch, tables, "piece_kl", WEIGHTS[0],
+                 loss_options={"choice_weight": choice_weight})
+    check_both(loss, sub_tile, x, y, WEIGHTS[0], 1e-6)
+
+
 @pytest.mark.parametrize("of_head", [{"scale": 0.3}, {"softcap": 4.0},
                                      {"scale": 1.7, "softcap": 3.0}])
 def test_heads_that_scale_and_cap_their_logits(of_head, monkeypatch):

@@ -274,7 +274,7 @@ class Translated:
         value, count = translated(
             x, case["teacher_logits"].to(dtype), list_nodes(*ids, self.tables), self.tables,
             divergence=getattr(losses, case["divergence"]), temperature=case["temperature"],
-            weight_BS=case["weight"], text_weight=text_weight, **parameters)
+            weight_BS=case["weight"], text_weight=text_weight, choice_weight=1.0, **parameters)
         return value.detach(), torch.autograd.grad(value, x)[0], count
 
     def by_definition(self, text_weight=0.0):
@@ -284,7 +284,7 @@ class Translated:
         weight = case["weight"]
         terms = oracle.Translation(*self.definition).terms(
             x, case["teacher_logits"], *[case[name] for name in IDS], case["divergence"],
-            case["temperature"], case["beta"], text_weight)
+            case["temperature"], case["beta"], text_weight, choice_weight=1.0)
         weights = [1.0 if weight is None else weight[b, t] for b, t, _, _ in terms]
         value = sum(one * term for one, (_, _, _, term) in zip(weights, terms))
         count = sum(one * counts for one, (_, _, counts, _) in zip(weights, terms))

@@ -122,10 +122,18 @@ def test_an_exact_student_has_nothing_to_learn(name, order):
 
 @pytest.fixture
 def one_text(monkeypatch):
-    """Return (sub-tile of a long text, x, y, tables); loss_table builds losses of such a pair."""
-    toy = Toy(CROSSING, COARSE, 1)
+    return text_of(monkeypatch, CROSSING, COARSE)
+
+
+def text_of(monkeypatch, student, teacher, b=None):
+    """Return (sub-tile of a text, x, y, tables); loss_table builds losses of such a pair.
+
+    Args:
+        b: the number of the text; None: the longest one.
+    """
+    toy = Toy(student, teacher, 1)
     *ids, tables = toy.ids
-    b = int(((ids[3] >= 0).sum(1)).argmax())
+    b = int(((ids[3] >= 0).sum(1)).argmax()) if b is None else b
     ids = [side_ids[b : b + 1] for side_ids in ids]
     names = "student_labels", "teacher_labels", "student_chunk", "teacher_chunk"
     of_text = {name: side_ids[0] for name, side_ids in zip(names, ids[1:])}
@@ -172,6 +180,24 @@ def test_the_text_teaches_what_is_left_open_where_no_cross_entropy_does(
     expected = [translated(x[None], y[None], sub_tile.terms, tables, text_weight=weight)[0]
                 for weight in (text_weight, 1 - text_weight)]
     assert abs(value - expected[0]) < 1e-12 < abs(value - expected[1])
+
+
+@pytest.mark.parametrize("choice_weight", [None, 0.0, 2.0])
+def test_choices_weigh_what_a_run_says(choice_weight, monkeypatch):
+    """By default 0.3 times as much as their roots, for any divergence."""
+    texts = (text_of(monkeypatch, COARSE, FINE, b) for b in range(100))
+    one_text = next(text for text in texts if len(text[0].terms.choices.level) > 1)
+    sub_tile, x, y, tables = one_text
+    for name in ("piece_kl", "total_variation"):
+        options = {} if choice_weight is None else {"choice_weight": choice_weight}
+        value = value_of_run(one_text, loss=name, loss_options=options)
+        divergence = losses.forward_kl if name == "piece_kl" else losses.total_variation
+        alone, with_choices = [
+            translated(x[None], y[None], sub_tile.terms, tables, divergence=divergence,
+                       choice_weight=weight)[0] for weight in (0.0, 1.0)]
+        expected = 0.3 if choice_weight is None else choice_weight
+        assert with_choices - alone > 1e-3
+        assert abs(value - alone - expected * (with_choices - alone)) < 1e-12
 
 
 @pytest.mark.parametrize(("student", "teacher", "bias"), [
