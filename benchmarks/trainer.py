@@ -39,7 +39,7 @@ TEMPLATE = ("{% for m in messages %}{{ 'User: ' if m.role == 'user' else 'Bot: '
             "{{ eos_token + '\n' if m.role == 'assistant' else '\n' }}{% endfor %}"
             "{% if add_generation_prompt %}Bot: {% endif %}")
 ARMS = ",".join(f"{arm}:{rate}" for rate in ("1e-3", "2e-5")  # the second is SFTConfig's
-                for arm in ("piece_kl:0", "piece_kl:1", "piece_kl:4", "hybrid_uld:1"))
+                for arm in ("piece_kl:0", "piece_kl:1", "uld:1"))
 MEASURES = {"bits_per_byte": "bits per byte", "kd": "distillation loss"}
 
 
