@@ -385,7 +385,7 @@ def test_the_card_says_what_licenses_ask(tmp_path):
     mixture = Config(student="s", teacher="t", data='[{"data": "/x/a.jsonl"}, {"data": "org/b"}]')
     lines = [{"step": 1, "eval/student_bits_per_byte": 2.0, "eval/b/student_bits_per_byte": 1.5}]
     text = model_card.card_text({}, mixture, lines, 3, False)
-    assert "| bits per byte, student (b) | 1.500 | 1.500 |" in text
+    assert "| bits per byte, student (b) | 1.500 (step 1) | 1.500 |" in text
     assert "| data | a.jsonl, org/b |" in text and "datasets:\n- org/b\n" in text
     assert ModelCard(text).data.eval_results[0].dataset_name == "a.jsonl, org/b"
     front = model_card.front_matter(Config(student="no/such_base", teacher="t", data="d", lora_r=2))
