@@ -512,8 +512,7 @@ OLDER = {False: "square_new.json", True: "square_new_equal_seconds.json"}
 PAGE_LARGE, LEFT_OUT = "large_500", "over text after as many steps"
 OLDER_N = 8  # seeds of older tables, which fewer do not replace
 RENAMED = {"bpm": "bpm_fkl", FIRST: EVEN}  # what older tables call a form
-ROWS = (FIRST, EVEN, "simct", "simct_fkl", "bpm", "bpm_fkl", "csd", "projection_kl", "h_kl", "alm",
-        "uld")
+ROWS = (FIRST, EVEN, "simct", "simct_fkl", "bpm", "bpm_fkl", "csd", "projection_kl", "h_kl")
 
 
 def older_cells():
@@ -576,30 +575,27 @@ def mean_of(gains):
     return f"{statistics.mean(gains.bits['sources'].values()):.4f}"
 
 
-def large_shares(records, regime):
-    """Return {(weight, student): share of an equal tokenizer's gain, of every seed}.
+def large_gains(records, regime):
+    """Return {(loss, weight, student): gains with another tokenizer and with an equal one}.
 
-    Gains are over the text alone at its best, after as many steps with either teacher.
+    Each is {seed: gain over the text alone at its best}, after as many steps at the same weight.
     """
-    gains = defaultdict(lambda: defaultdict(dict))
+    groups = defaultdict(dict)
     for name, record in records.of.items():
         if isinstance(name, Run) and name.regime == regime:
-            loss = EQUAL if name.student == name.teacher else name.loss
-            gains[name.weight, name.student][loss, name.steps][name.seed] = record
-    shares = {}
-    texts = {student: runs for (weight, student), runs in gains.items() if not weight}
-    for (weight, student), runs in gains.items():
-        for (loss, steps), ours in runs.items():
-            equal = runs.get((EQUAL, steps), {})
-            if loss != FIRST or student not in texts or len(set(ours) & set(equal)) < 2:
-                continue
-            text = min(texts[student].values(), key=lambda by_seed: statistics.mean(
-                one["choose"] for one in by_seed.values()))
-            shares[weight, student] = [
-                (text[seed]["after"]["sources"] - ours[seed]["after"]["sources"])
-                / (text[seed]["after"]["sources"] - equal[seed]["after"]["sources"])
-                for seed in sorted(set(ours) & set(equal) & set(text))]
-    return shares
+            kind = EQUAL if name.student == name.teacher else name.loss
+            groups[kind, name.weight, name.student, name.steps][name.seed] = record
+    gains = {}
+    for (loss, weight, student, steps), ours in groups.items():
+        texts = [runs for key, runs in groups.items() if (key[0], key[2]) == (TEXT, student)]
+        equal = groups.get((EQUAL, weight, student, steps), {})
+        if loss not in (FIRST, EVEN) or not texts or not equal:
+            continue
+        text = min(texts, key=lambda runs: statistics.mean(one["choose"] for one in runs.values()))
+        gains[loss, weight, student] = [
+            {seed: text[seed]["after"]["sources"] - one["after"]["sources"]
+             for seed, one in runs.items() if seed in text} for runs in (ours, equal)]
+    return gains
 
 
 @dataclass(kw_only=True)
@@ -626,7 +622,12 @@ def page_tables(records):
 
     Large students; small ones, by loss; all six pairs beside SimCT, by steps and by seconds.
     """
-    rows = as_run(records, PAGE_LARGE)
+    head, *rows = as_run(records, PAGE_LARGE)
+    place = head.index("bits per byte")
+    best = {}  # of a loss and a pair: with the weight and the steps of its best mean
+    for row in sorted(rows, key=lambda row: float(row[place].split()[0])):
+        best.setdefault(tuple(row[:2]), row)
+    rows = [head, *(row for row in rows if row in best.values())]
     shown = [number for number, name in enumerate(rows[0]) if name != LEFT_OUT]
     rows = [[row[number] for number in shown] for row in rows]
     tables = [rows, summary(records), beside_simct(records)]
@@ -657,9 +658,13 @@ def main(args):
     for regime in ("long", *LARGE):
         if len(rows := as_run(records, regime)) > 1:
             print(f"\n{regime}, weights as named\n\n{markdown(rows)}")
-        for (weight, student), values in large_shares(records, regime).items():
-            print(f"\n{FIRST}, weight {weight:g}, student {student}: share of an equal "
-                  f"tokenizer's gain {interval(values)}")
+        for name, (ours, equal) in large_gains(records, regime).items():
+            mean, most = [statistics.mean(one.values()) for one in (ours, equal)]
+            behind = [equal[seed] - ours[seed] for seed in ours if seed in equal]
+            print("\n{}, weight {:g}, student {}: ".format(*name)
+                  + f"{mean:.4f} of the {most:.4f} that an equal tokenizer's teacher gives, "
+                  f"{mean / most:.0%}" + (f"; behind by {interval(behind)}" if len(behind) > 1
+                                          else ""))
     tables = page_tables(records)
     print("\nREADME.md's first claim and docs/results.md\n")
     print("\n\n".join(tables))
