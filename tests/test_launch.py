@@ -497,7 +497,7 @@ def test_a_job_that_is_stopped_saves_first_and_the_curve_goes_on(small_run, tmp_
         assert (output / "checkpoints" / f"step_{last:07d}").is_dir(), (name, last, message)
         assert code is None or found == code, (name, found, message)
         if code == 130:
-            said = [line for line in message.splitlines() if line and "step/s" not in line]
+            said = [line for line in message.splitlines() if line and "/100000 steps" not in line]
             assert said[-2:] == [
                 f"ending after step {last}",
                 f"saved {output}/checkpoints/step_{last:07d}; the same command goes on"], message
@@ -525,7 +525,7 @@ def test_a_job_that_is_interrupted_at_once_says_so(small_run, tmp_path, is_train
     assert all(map(blocks_interrupts, Path(f"/proc/{launcher}/task").iterdir()))
     os.killpg(job.runner.pid, signal.SIGINT)
     if is_training:
-        time.sleep(0.02)
+        time.sleep(0.2)  # as of a hand: two at once may be one to a process that waits for a core
         os.killpg(job.runner.pid, signal.SIGINT)
     code, message = job.wait()
     assert code == 130 and "Traceback" not in message, message
