@@ -416,6 +416,36 @@ def test_what_a_transferred_model_wins_back_is_a_table(models, tokenizers, tmp_p
     assert all("%" in cell for line in lines[4:] for cell in line[3:7])
 
 
+def test_a_trainer_is_compared_and_goes_on(models, tmp_path, monkeypatch, capsys):
+    """Chats that end with the user are cut there; what speaks otherwise is no chat."""
+    from benchmarks import trainer
+
+    for name, folder in zip((trainer.STUDENT, trainer.TEACHER), models):
+        (tmp_path / "models" / name).parent.mkdir(exist_ok=True)
+        (tmp_path / "models" / name).symlink_to(folder)
+    (tmp_path / "text").mkdir()
+    chat = "User: who has the key?\nBot: Tom has it.<|endoftext|>\n"
+    path = tmp_path / "text" / "tinytalk_chat_val.txt"
+    path.write_text("\n".join([*[chat] * 12, f"{chat}User: and now?\n", "Story: Once\n"]))
+    rows = trainer.chats(path)
+    assert len(rows) == 13 and {len(row["messages"]) for row in rows} == {2}
+    assert rows[0]["messages"][1] == {"role": "assistant", "content": "Tom has it."}
+    monkeypatch.setattr(trainer, "RECORDS", tmp_path / "trainer.jsonl")
+    monkeypatch.setattr(trainer, "STEPS", 2)
+    monkeypatch.setattr(trainer, "HELD_OUT", 4)
+    for arms in ("piece_kl:0:1e-3,piece_kl:1:1e-3", "piece_kl:1:1e-3", "uld:1:1e-3"):
+        trainer.main(trainer.Args(assets=str(tmp_path), arms=arms, seeds="0,1"))
+    lines = trainer.RECORDS.read_text().splitlines()
+    assert len(lines) == 6
+    table = trainer.table(trainer.kept())
+    of_loss = {row[0]: row for row in table[1:]}
+    bits = {loss: [one["bits_per_byte"] for one in map(json.loads, lines)
+                   if (one["loss"], one["weight"]) == key]
+            for loss, key in {"text": ("piece_kl", 0), "uld": ("uld", 1)}.items()}
+    ahead = sum(bits["text"]) / 2 - sum(bits["uld"]) / 2
+    assert of_loss["uld"][4].startswith(f"{ahead:.4f} ± ") and not of_loss["text"][4]
+
+
 class FakeTable(list):
     bytes_of = list.__getitem__
 
