@@ -508,13 +508,9 @@ def open_rows(cfg, source, split, encoders, other_keys=()):
     if not cfg.streaming:
         check_long_texts(cfg, dataset, reader, list(encoders.values()))
     if reader.has_chats:
-        for name, encoder in encoders.items():
-            if not encoder.tokenizer.chat_template:
-                raise ValueError(f"{name}: its tokenizer has no chat template, and "
-                                 f"{text_key!r} holds chats; set chat_template in "
-                                 "tokenizer_config.json")
-        from isogloss.data.chat import check_templates
+        from isogloss.data.chat import check_have_templates, check_templates
 
+        check_have_templates(encoders, repr(text_key))
         check_templates(dataset, reader, encoders.values())
     if cfg.on_policy < 1:  # else rows are prompts
         order.check_learned(dataset, reader, encoders[cfg.student], cfg.train_on)

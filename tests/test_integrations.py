@@ -332,6 +332,11 @@ def test_wrong_arguments_are_refused(chat_models):
         distillation.collate([{"a": 1, "b": 2}])
     with pytest.raises(ValueError, match="a row is a str; expected a dict"):
         distillation.collate(["a text"])
+    bare = AutoTokenizer.from_pretrained(chat_models[0])
+    bare.chat_template = None
+    with pytest.raises(ValueError, match="its tokenizer has no chat template, and a row holds"):
+        Distillation(bare, chat_models[1]).collate(
+            [{"text": "no chat"}, {"messages": [{"role": "user", "content": "one"}]}])
     batch = distillation.collate([{"text": "In 2010 the boat"}])
     ids = distillation.inputs(batch)["input_ids"]
     for shape in [(1, ids.shape[1] - 1, 400), (1, ids.shape[1], 300)]:

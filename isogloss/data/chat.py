@@ -484,6 +484,14 @@ def _regions(student, teacher, begins, ends):
 # --- before the first step ------------------------------------------------------------------------
 
 
+def check_have_templates(encoders, where):
+    """Raise a ValueError where one of {name: TextEncoder} has no template to write chats by."""
+    for name, encoder in encoders.items():
+        if not encoder.tokenizer.chat_template:
+            raise ValueError(f"{name}: its tokenizer has no chat template, and {where} holds "
+                             "chats; set chat_template in tokenizer_config.json")
+
+
 def check_templates(dataset, reader, encoders):
     """Raise a ValueError where a chat template refuses every one of the first chats.
 

@@ -27,6 +27,7 @@ from isogloss.align import TokenTable
 from isogloss.checkpoints.model_card import worse_teachers
 from isogloss.config import Config, template_kwargs
 from isogloss.data.batch import Collator, PairOptions
+from isogloss.data.chat import check_have_templates
 from isogloss.data.ends import all_ends
 from isogloss.data.mixture import SourceOptions
 from isogloss.data.order import ExampleReader
@@ -218,8 +219,14 @@ def _collate(cfg, collator, rows):
 
     Raises:
         DataError: a row that holds no text, no chat, or no prompt and completion.
+        ValueError: a chat, and a tokenizer without a chat template.
     """
-    batch = collator([reader_of(row, cfg)(row) for row in rows])
+    examples = [reader_of(row, cfg)(row) for row in rows]
+    if any(isinstance(example.content, list) for example in examples):
+        encoders = [collator.student, *(pair.encoder for pair in collator.pairs)]
+        check_have_templates({encoder.tokenizer.name_or_path or "the tokenizer": encoder
+                              for encoder in encoders}, "a row")
+    batch = collator(examples)
     return {"labels": batch.student.labels, "batch": batch}
 
 
