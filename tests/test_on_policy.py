@@ -263,6 +263,10 @@ def test_resume_goes_on_with_the_rollouts_of_its_batch(base):
     assert written_by(folder / "stopped").items() >= written_by(folder / "through").items()
     own = [line for line in expected if line["step"] in (3, 4, 5, 6, 7)]
     again = [line for line in losses_of(folder / "stopped", 2) if line["step"] > 2]
+    log = (folder / "through" / "metrics.jsonl").read_text().splitlines()
+    steps = [json.loads(line)["step"] for line in log if "rollout/tokens_per_second" in line
+             and '"loss"' in line]
+    assert steps == [1, 4, 7]  # those that write
     # an evaluation comes at the end of each command
     training = [line for line in again if "loss" in line]
     assert without_gaps(training) == without_gaps([line for line in own if "loss" in line])

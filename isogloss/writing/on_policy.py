@@ -173,8 +173,10 @@ class Writer:
                     teacher.rollout_positions = None  # its tiles know it already
             batches.append(self._to_be_moved(batch))
         effort = self.effort._replace(seconds=time.perf_counter() - begin)
+        if not self.starts_batch(step):
+            effort = effort._replace(failed=0, is_reused=True)
         for batch in batches:  # by the time that it is logged, others may have been written
-            batch.effort = effort if self.starts_batch(step) else effort._replace(failed=0)
+            batch.effort = effort
         return batches
 
     def starts_batch(self, step):
@@ -391,7 +393,7 @@ class Writer:
         metrics = sums.metrics()
         metrics["seconds"] = sums.seconds / dist.get_world_size()
         metrics["staleness"] = batches[0].rollout_age
-        seconds = metrics["seconds"]
+        seconds = None if effort.is_reused else metrics["seconds"]
         if self.elsewhere:
             seconds = metrics["writer_seconds"] = effort.writer_seconds
         if sums.rollouts and seconds is not None:

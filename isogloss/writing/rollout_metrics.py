@@ -75,11 +75,13 @@ class Effort(NamedTuple):
     seconds: that this rank spent on them in this step.
     writer_seconds: that the process of --writer wrote; None: there is none, or it is not known.
     failed: episodes of this rank that are left out, in the first step that uses the others.
+    is_reused: an earlier step used them too, so that `seconds` wrote nothing.
     """
 
     seconds: float = 0.0
     writer_seconds: float | None = None
     failed: int = 0
+    is_reused: bool = False
 
 
 @dataclass
