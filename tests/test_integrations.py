@@ -337,6 +337,8 @@ def test_wrong_arguments_are_refused(chat_models):
     with pytest.raises(ValueError, match="its tokenizer has no chat template, and a row holds"):
         Distillation(bare, chat_models[1]).collate(
             [{"text": "no chat"}, {"messages": [{"role": "user", "content": "one"}]}])
+    with pytest.warns(UserWarning, match="a row: no model reads its column 'chat_template_kwargs'"):
+        distillation.collate([{"text": "a", "chat_template_kwargs": {"enable_thinking": False}}])
     batch = distillation.collate([{"text": "In 2010 the boat"}])
     ids = distillation.inputs(batch)["input_ids"]
     for shape in [(1, ids.shape[1] - 1, 400), (1, ids.shape[1], 300)]:

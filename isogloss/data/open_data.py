@@ -83,8 +83,13 @@ def _warn_of_unread(request, columns):
     """Warn of columns that are not read, and which are there for models to read."""
     read = {request.text_key, *request.json_keys, *request.plain_keys, *request.optional_keys}
     for name in sorted(set(FOR_MODELS) & set(columns) - read):
-        warnings.warn(f"--data {request.source}: no model reads its column {name!r}; write what it "
-                      "says into the messages or texts, or name it by a flag", stacklevel=2)
+        warn_of_unread(f"--data {request.source}", name)
+
+
+def warn_of_unread(source, name):
+    """Warn of one of the columns `FOR_MODELS`."""
+    warnings.warn(f"{source}: no model reads its column {name!r}; write what it says into the "
+                  "messages or texts, or name it by a flag", stacklevel=3)
 
 
 def column_names(dataset):

@@ -30,6 +30,7 @@ from isogloss.data.batch import Collator, PairOptions
 from isogloss.data.chat import check_have_templates
 from isogloss.data.ends import all_ends
 from isogloss.data.mixture import SourceOptions
+from isogloss.data.open_data import FOR_MODELS, warn_of_unread
 from isogloss.data.order import ExampleReader
 from isogloss.data.sample import TextEncoder
 from isogloss.evaluation.evaluate import (
@@ -252,6 +253,9 @@ def reader_of(row, cfg):
     if not isinstance(row, dict):
         raise ValueError(f"a row is a {type(row).__name__}; expected a dict that holds text, "
                          "messages, or prompt and completion")
+    for name in FOR_MODELS:
+        if row.get(name):
+            warn_of_unread("a row", name)
     for names, keys in COLUMNS.items():
         if all(row.get(name) is not None for name in names):
             key = keys.get("completion_key") or keys["text_key"]
