@@ -427,12 +427,14 @@ def test_an_engine_ends_with_a_rank_that_is_killed(tmp_path):
 
 
 def test_an_engine_that_ends_leaves_no_child(tmp_path):
+    """And closing it leaves no file."""
     process = engine(tmp_path, MUTE.replace("time.sleep(1000)", "sys.exit(7)"),
                      tmp_path / "processes")
     with pytest.raises(EngineError, match="ended with exit code 7"):
         process.refresh()
     wait_for_end(processes_in(tmp_path / "processes"))
     process.close()
+    assert not Path(process.folder).exists()
 
 
 def test_a_process_whose_name_is_no_text_disturbs_nobody(tmp_path):
@@ -444,13 +446,7 @@ def test_a_process_whose_name_is_no_text_disturbs_nobody(tmp_path):
         wait_until(lambda: b"caf" in Path(f"/proc/{stranger.pid}/stat").read_bytes())
         assert is_running(stranger.pid)
         assert _parent_and_session(stranger.pid)[0] == os.getpid()
-        process = engine(tmp_path, MUTE.replace("time.sleep(1000)", "sys.exit(7)"),
-                         tmp_path / "processes")
-        with pytest.raises(EngineError, match="ended with exit code 7"):
-            process.refresh()
-        wait_for_end(processes_in(tmp_path / "processes"))
-        process.close()
-        assert not Path(process.folder).exists()
+        test_an_engine_that_ends_leaves_no_child(tmp_path)
     finally:
         stranger.kill()
         stranger.wait()
