@@ -397,7 +397,9 @@ def tables_of(study):
 
 
 def better_form(study, pair, forms):
-    """Return the better form of a rival on the choosing passages; None: runs are missing."""
+    """Return the better form of a rival on the chosen passages; None: runs are missing."""
+    if len(forms) == 1:
+        return forms[0]
     bits = {}
     for form in forms:
         weight = study.weight_of(pair, form)
@@ -407,20 +409,39 @@ def better_form(study, pair, forms):
     return min(bits, key=bits.get) if is_known else None
 
 
-def bars(study, equal_seconds):
-    """Return rows: by how much the first loss is ahead of the better form of each rival."""
-    rows = [["student <- teacher", *RIVALS]]
+def beside_rivals(study, equal_seconds):
+    """Return rows of pairs: gains of the first loss, and how far it is ahead of each rival.
+
+    A rival is its better form on the chosen passages, named where it is not the published one.
+
+    Args:
+        equal_seconds: rivals, and the text alone, take the steps that fit into the first's seconds;
+            its gains are left out.
+    """
+    others = RIVALS | ({"text alone": (TEXT,)} if equal_seconds else {})
+    rows = []
     for pair in study.pairs:
         first = study.gains(pair, FIRST) if pair[0] != pair[1] else None
-        cells = []
-        for forms in RIVALS.values() if first else ():
-            form = better_form(study, pair, forms)
-            other = study.gains(pair, form, equal_seconds) if form else None
-            ahead = ahead_of(first, other) if other else []
-            cells.append(f"{interval(ahead)} ({form})" if len(ahead) > 1 else "")
+        cells = [ahead_cell(study, pair, first, forms, equal_seconds) if first else ""
+                 for forms in others.values()]
         if any(cells):
-            rows.append([f"{pair[0]} <- {pair[1]}", *cells])
-    return rows
+            sources, documentation = [list(first.bits[domain].values()) for domain in DOMAINS]
+            rows.append([f"{pair[0]} <- {pair[1]}, {PAIRS.get(pair, 'crossing')}",
+                         *([""] * 2 if equal_seconds else
+                           [f"{interval(sources)}, {first.weight:g}", interval(documentation)]),
+                         *cells, str(len(sources))])
+    rows.insert(0, ["student <- teacher", f"`{FIRST}`, weight", "documentation, likewise", *others,
+                    "n"])
+    return [list(row) for row in zip(*(column for column in zip(*rows) if any(column[1:])))]
+
+
+def ahead_cell(study, pair, first, forms, equal_seconds):
+    """Return "mean ± interval (form)" of how far the first loss is ahead; "": runs are missing."""
+    form = better_form(study, pair, forms)
+    other = study.gains(pair, form, equal_seconds) if form else None
+    ahead = ahead_of(first, other) if other else []
+    name = f" (`{form}`)" if form != forms[0] else ""
+    return interval(ahead) + name if len(ahead) > 1 else ""
 
 
 def studies(records):
@@ -428,7 +449,7 @@ def studies(records):
     known = [name for name in records.of if isinstance(name, Run)]
     for regime, rate in sorted({(name.regime, -name.rate) for name in known}):
         if regime in REGIMES and regime != "long":
-            losses = [TEXT, FIRST, *(form for forms in RIVALS.values() for form in forms)]
+            losses = [TEXT, FIRST, *itertools.chain(*RIVALS.values())]
             pairs = [(a, b) for a in KINDS for b in KINDS]
             yield Study(records, regime, -rate, losses, pairs)
         elif regime in LARGE:
@@ -505,74 +526,8 @@ def shares(study, loss):
 
 # --- docs/results.md ------------------------------------------------------------------------------
 
-PAIRS = {("digits", "bytes"): "finer", ("bytes", "digits"): "coarser",
-         ("bytes", "unigram"): "crossing"}
-# tables of before every run was kept: the first has no seeds, the second the gain of each
-OLDER = {False: "square_new.json", True: "square_new_equal_seconds.json"}
+PAIRS = {("digits", "bytes"): "finer", ("bytes", "digits"): "coarser"}  # others cross
 PAGE_LARGE, LEFT_OUT = "large_500", "over text after as many steps"
-OLDER_N = 8  # seeds of older tables, which fewer do not replace
-RENAMED = {"bpm": "bpm_fkl", FIRST: EVEN}  # what older tables call a form
-ROWS = (FIRST, EVEN, "simct", "simct_fkl", "bpm", "bpm_fkl", "csd", "projection_kl", "h_kl")
-
-
-def older_cells():
-    """Return {(loss, pair): "mean ± interval"} of an older table; † where no seeds were kept.
-
-    The first loss took as many steps in both, so that its seeds stand in the second.
-    """
-    cells = {}
-    for is_second in (False, True):
-        for row in json.loads((LOG / OLDER[is_second]).read_text())["table"]:
-            key = RENAMED.get(row["loss"], row["loss"]), (row["student"], row["teacher"])
-            if is_second and row["loss"] == FIRST:
-                cells[key] = interval(row["bits"])
-            elif not is_second:
-                cells[key] = f"{row['gain']:.4f} ± {row['interval']:.4f}†"
-    return cells
-
-
-def summary(records):
-    """Return rows of gains in the regime new by loss and pair, from the newest runs that tell."""
-    cells = older_cells()
-    study = Study(records, "new", RATES[0], list(ROWS), list(PAIRS))
-    for loss in ROWS:
-        for pair in PAIRS:
-            gains = study.gains(pair, loss)
-            if gains and ((loss, pair) not in cells or len(gains.bits["sources"]) >= OLDER_N):
-                cells[loss, pair] = interval(list(gains.bits["sources"].values()))
-    head = ["`--loss`", *(f"{student} <- {teacher}, {kind}"
-                          for (student, teacher), kind in PAIRS.items())]
-    rows = [[f"`{loss}`", *(cells.get((loss, pair), "") for pair in PAIRS)] for loss in ROWS]
-    return [head, *(row for row in rows if any(row[1:]))]
-
-
-def beside_simct(records):
-    """Return rows of all six pairs: the first loss, how far it is ahead of SimCT, the text alone.
-
-    SimCT is its better form on the chosen passages; only runs that are kept count.
-    """
-    study = Study(records, "new", RATES[0], [TEXT, FIRST, *RIVALS["SimCT"]],
-                  [(a, b) for a in KINDS for b in KINDS if a != b])
-    rows = [["student <- teacher", f"`{FIRST}`, weight", "SimCT, weight", "ahead, equal steps",
-             "ahead, equal seconds", "text alone, equal seconds", "n"]]
-    for pair in study.pairs:
-        form = better_form(study, pair, RIVALS["SimCT"])
-        first = study.gains(pair, FIRST)
-        rival = study.gains(pair, form) if form else None
-        if not first or not rival:
-            continue
-        ahead = ahead_of(first, rival)
-        timed = [study.gains(pair, loss, equal_seconds=True) for loss in (form, TEXT)]
-        of_time = timed[0] and ahead_of(first, timed[0]), timed[1] and timed[1].bits["sources"]
-        rows.append([f"{pair[0]} <- {pair[1]}, {PAIRS.get(pair, 'crossing')}",
-                     *(f"{mean_of(one)}, {one.weight:g}" for one in (first, rival)),
-                     *(interval(list(one)) if one and len(one) > 1 else "" for one in
-                       (ahead, of_time[0], of_time[1] and of_time[1].values())), str(len(ahead))])
-    return rows
-
-
-def mean_of(gains):
-    return f"{statistics.mean(gains.bits['sources'].values()):.4f}"
 
 
 def large_gains(records, regime):
@@ -620,7 +575,7 @@ def merge(records, folder):
 def page_tables(records):
     """Return the tables of docs/results.md.
 
-    Large students; small ones, by loss; all six pairs beside SimCT, by steps and by seconds.
+    Large students; small ones, of all six pairs beside each rival, by steps and by seconds.
     """
     head, *rows = as_run(records, PAGE_LARGE)
     place = head.index("bits per byte")
@@ -630,7 +585,9 @@ def page_tables(records):
     rows = [head, *(row for row in rows if row in best.values())]
     shown = [number for number, name in enumerate(rows[0]) if name != LEFT_OUT]
     rows = [[row[number] for number in shown] for row in rows]
-    tables = [rows, summary(records), beside_simct(records)]
+    small = Study(records, "new", RATES[0], [TEXT, FIRST, *itertools.chain(*RIVALS.values())],
+                  [(a, b) for a in KINDS for b in KINDS if a != b])
+    tables = [rows, beside_rivals(small, False), beside_rivals(small, True)]
     return [markdown(rows) for rows in tables if len(rows) > 1]
 
 
@@ -649,7 +606,7 @@ def main(args):
         for heading, rows in tables_of(study):
             print(f"\n{heading}\n\n{markdown(rows)}")
         for words, equal_seconds in (("steps", False), ("seconds", True)):
-            if len(rows := bars(study, equal_seconds)) > 1:
+            if len(rows := beside_rivals(study, equal_seconds)) > 1:
                 print(f"\n{FIRST} ahead of each rival's better form, {study.regime}, rate "
                       f"{study.rate:g}, equal {words}\n\n{markdown(rows)}")
         for loss in study.losses:

@@ -63,8 +63,9 @@ def test_where_no_weight_helps_the_gain_is_that_of_the_text(records, monkeypatch
     assert "none helps" in square_table.markdown(tables[0][1])
     rivals = {"SimCT": ("simct",), "BPM": ("bpm", "bpm_fkl")}
     monkeypatch.setattr(square_table, "RIVALS", rivals)
-    [_, cells] = square_table.bars(study, False)  # of bpm nothing is known
-    assert cells[0] == "digits <- bytes" and cells[1].endswith(" (simct)") and cells[2] == ""
+    head, cells = square_table.beside_rivals(study, False)  # of bpm nothing is known
+    assert "BPM" not in head and cells[0] == "digits <- bytes, finer"
+    assert cells[3] == "0.0000 ± 0.0000"
 
 
 def test_equal_seconds_follow_from_costs_measured_in_turns(records):
@@ -149,7 +150,7 @@ def test_large_gains_are_over_the_text_at_its_best(records):
     assert gains == [pytest.approx({0: each, 1: each}) for each in (0.3, 0.4)]
 
 
-def test_a_pair_is_beside_the_better_form_of_simct(records):
+def test_a_pair_is_beside_the_better_form_of_each_rival(records):
     """At its own best weight, and at equal seconds after more steps, where it is ahead."""
     study = Study(records, "new", 3e-3, [TEXT, "piece_kl", "simct", "simct_fkl"], [PAIR], seeds=2)
     best = {"piece_kl": (1.0, 0.3), "simct": (0.25, 0.1), "simct_fkl": (2.0, 0.2)}
@@ -163,9 +164,13 @@ def test_a_pair_is_beside_the_better_form_of_simct(records):
             weight, gain = best.get(job.loss, (0.0, 0.0))
             gain -= 0.01 * (job.weight != weight)
             add(records, job, 3.0 + job.seed - gain - 0.4 * (job.steps > 150))
-    _, row = square_table.beside_simct(records)
-    assert row == ["digits <- bytes, finer", "0.3000, 1", "0.2000, 2", "0.1000 ± 0.0000",
-                   "-0.3000 ± 0.0000", "0.4000 ± 0.0000", "2"]
+    cells = [["0.3000 ± 0.0000, 1", "0.3000 ± 0.0000", "0.1000 ± 0.0000 (`simct_fkl`)"],
+             ["-0.3000 ± 0.0000 (`simct_fkl`)", "-0.1000 ± 0.0000"]]
+    names = [["`piece_kl`, weight", "documentation, likewise", "SimCT"], ["SimCT", "text alone"]]
+    for equal_seconds in (False, True):
+        head, row = square_table.beside_rivals(study, equal_seconds)
+        assert row == ["digits <- bytes, finer", *cells[equal_seconds], "2"]
+        assert head[1:-1] == names[equal_seconds]
 
 
 # --- pages ----------------------------------------------------------------------------------------
@@ -180,17 +185,16 @@ def test_results_have_the_tables_that_follow_from_the_kept_runs():
     """If this fails: python benchmarks/square_table.py --page docs/results.md."""
     page = (square_table.ROOT / "docs/results.md").read_text()
     assert square_table.with_tables(page, tables()) == page
-    changed = page.replace("| `piece_kl_even` | 0.0", "| `piece_kl_even` | 0.1")
+    changed = page.replace(", crossing | 0.0", ", crossing | 0.1")
     assert changed != page and square_table.with_tables(changed, tables()) == page
 
 
 def test_the_first_claim_of_the_readme_follows_from_the_kept_runs():
-    """Each figure of its rows is that of a cell, or of the table without seeds, rounded."""
+    """Each figure of its rows is that of a cell, rounded."""
     rows = re.findall(r"^\| helps .*$", (square_table.ROOT / "README.md").read_text(), re.M)
     row = " ".join(rows)
     assert len(rows) == 2
-    older = (square_table.LOG / square_table.OLDER[False]).read_text()
-    cells = re.findall(r"-?\d\.\d{4}", older + "".join(tables()))
+    cells = re.findall(r"-?\d\.\d{4}", "".join(tables()))
     rounded = {f"{float(cell) + shift:.3f}" for cell in cells for shift in (-1e-9, 1e-9)}
     figures = re.findall(r"-?\d\.\d{3,}", row)
     assert figures and set(figures) <= rounded | set(cells), set(figures) - rounded
@@ -210,5 +214,5 @@ def test_a_large_student_learns_as_long_as_that_helps(records):
     assert {steps for loss, steps in order if loss != TEXT} == {300, 600}
     rows = {(row[0], row[3]): row for row in square_table.as_run(records, "large_500")}
     assert rows["piece_kl", "300"][5:7] == ["0.4000 ± 0.0000", "0.1000 ± 0.0000"]
-    assert len(square_table.bars(study, False)) == 1  # no weight was chosen
+    assert square_table.beside_rivals(study, False) == []  # no weight was chosen
     assert rows[TEXT, "600"][5:7] == ["", ""] and rows[TEXT, "300"][6] == "-0.3000 ± 0.0000"
