@@ -37,6 +37,7 @@ EQUAL = "forward_kl"  # what every loss is where both tokenizers are the same
 FIRST = "piece_kl"
 EVEN = "piece_kl_even"  # what that was until 29 November 2026: choices weigh as their roots do
 KINDS = "bytes", "digits", "unigram"
+PAIRS = {("digits", "bytes"): "finer", ("bytes", "digits"): "coarser"}  # others cross
 SEEDS_TO_CHOOSE = 100, 101
 FEW = 3  # seeds of every pair before more of any
 LIGHTEST, HEAVIEST = 1 / 64, 64.0  # weights that are tried at most
@@ -526,7 +527,6 @@ def shares(study, loss):
 
 # --- docs/results.md ------------------------------------------------------------------------------
 
-PAIRS = {("digits", "bytes"): "finer", ("bytes", "digits"): "coarser"}  # others cross
 PAGE_LARGE, LEFT_OUT = "large_500", "over text after as many steps"
 
 

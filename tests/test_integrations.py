@@ -335,7 +335,7 @@ def test_wrong_arguments_are_refused(chat_models):
     bare = AutoTokenizer.from_pretrained(chat_models[0])
     bare.chat_template = None
     with pytest.raises(ValueError, match="its tokenizer has no chat template, and a row holds"):
-        Distillation(bare, chat_models[1]).collate(
+        Distillation(bare, chat_models[0]).collate(  # two of one name
             [{"text": "no chat"}, {"messages": [{"role": "user", "content": "one"}]}])
     with pytest.warns(UserWarning, match="a row: no model reads its column 'chat_template_kwargs'"):
         distillation.collate([{"text": "a", "chat_template_kwargs": {"enable_thinking": False}}])

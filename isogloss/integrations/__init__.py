@@ -224,9 +224,9 @@ def _collate(cfg, collator, rows):
     """
     examples = [reader_of(row, cfg)(row) for row in rows]
     if any(isinstance(example.content, list) for example in examples):
-        encoders = [collator.student, *(pair.encoder for pair in collator.pairs)]
-        check_have_templates({encoder.tokenizer.name_or_path or "the tokenizer": encoder
-                              for encoder in encoders}, "a row")
+        for encoder in (collator.student, *(pair.encoder for pair in collator.pairs)):
+            name = encoder.tokenizer.name_or_path or "a model"
+            check_have_templates({name: encoder}, "a row")
     batch = collator(examples)
     return {"labels": batch.student.labels, "batch": batch}
 
