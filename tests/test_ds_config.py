@@ -434,7 +434,8 @@ def test_a_run_with_the_fused_adam_learns_the_same_and_resumes(models, texts, tm
     for stage in (0, 2, 3):
         whole = losses_of(tmp_path / f"fused {stage}")
         assert whole[-1]["loss"] < 0.95 * whole[0]["loss"]
-        check_same_curve(losses_of(tmp_path / f"plain {stage}"), whole, 1e-6, 1e-6, stage)
+        # the order of sums is that of a CPU's vectors
+        check_same_curve(losses_of(tmp_path / f"plain {stage}"), whole, 1e-5, 1e-6, stage)
         exact = 0 if stage == 2 else 1e-6
         check_same_curve(losses_of(tmp_path / "fused 2", 2),
                          losses_of(tmp_path / f"resumed {stage}"), exact, exact, stage)

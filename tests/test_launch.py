@@ -553,7 +553,7 @@ def test_a_signal_while_the_models_load_ends_the_job_at_once(small_run, tmp_path
 def test_a_command_of_another_name_starts_a_job_that_ends_with_it(small_run, tmp_path):
     """A script or a notebook that calls our main; its end is noticed as that of our command."""
     program = [sys.executable, our_command(tmp_path)[0].rename(tmp_path / "start.py")]
-    job = Job(small_run(tmp_path / "whole"), ranks.free_port(), program)
+    job = Job(small_run(tmp_path / "whole", "--steps=2"), ranks.free_port(), program)
     code, message = job.wait()
     assert code == 0, message
     job = Job(small_run(tmp_path / "run", "--steps=100000"), ranks.free_port(), program)

@@ -61,9 +61,12 @@ def lesson(smollm2, folder):
             "reasoning_content": f"The user asks for the weather in {city}. I call a tool."}])
     data = folder / "chats.jsonl"
     data.write_text("".join(json.dumps({"text": chat, "tools": TOOLS}) + "\n" for chat in chats))
-    config = ds_config(folder / "ds.json", 1, 2, 1, bf16={"enabled": True})
+    # a CPU that knows no bf16 multiplies in it 20 times slower
+    is_fast = torch.cpu._is_avx512_bf16_supported()
+    dtype = "bfloat16" if is_fast else "float32"
+    config = ds_config(folder / "ds.json", 1, 2, 1, bf16={"enabled": is_fast})
     return [f"--student={model}", f"--teacher={model}", f"--data={data}", "--max_length=200",
-            f"--ds_config={config}", "--num_workers=0", "--teacher_dtype=bfloat16",
+            f"--ds_config={config}", "--num_workers=0", f"--teacher_dtype={dtype}",
             "--steps=16", "--lora_r=16", "--kd_weight=0.02", f"--output_dir={folder / 'run'}"]
 
 
