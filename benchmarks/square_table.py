@@ -76,6 +76,7 @@ class Regime(NamedTuple):
 
 
 REGIMES = {"new": Regime(1200, 150, is_fresh=False), "little": Regime(1200, 150),
+           "repeated": Regime(150, 300, checks=10, is_fresh=False),
            "long": Regime(8000, 3000, checks=12, teacher_steps=1800), "above": Regime(1200, 150)}
 # after how much text does a teacher stop paying?
 LARGE = {"large_500": Regime(500, 300, checks=15), "large_2000": Regime(2000, 800, checks=16),
