@@ -53,6 +53,7 @@ FORMS = {"simct": "published: reverse KL", "simct_fkl": "forward KL",
          TEXT: "no teacher", FIRST: "default", EVEN: "choices weigh 1"}
 LOOPS = "bpm", "bpm_fkl", "csd"  # in Python, see above
 CHEAPEST = "simct"
+SECONDS = ", equal seconds"
 DOMAINS = "sources", "documentation"
 # 97.5 % of Student's t with n - 1 degrees of freedom, for n = 2, 3, ...
 STUDENTS_T = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26, 2.23, 2.20, 2.18, 2.16, 2.14)
@@ -411,30 +412,32 @@ def better_form(study, pair, forms):
     return min(bits, key=bits.get) if is_known else None
 
 
-def beside_rivals(study, equal_seconds):
+def beside_rivals(study):
     """Return rows of pairs: gains of the first loss, and how far it is ahead of each rival.
 
-    A rival is its better form on the chosen passages, named where it is not the published one.
-
-    Args:
-        equal_seconds: rivals, and the text alone, take the steps that fit into the first's seconds;
-            its gains are left out.
+    A rival is its better form on the chosen passages, named where it is not the published one.  At
+    equal seconds rivals, and the text alone, take the steps that fit into those of the first loss.
     """
-    others = RIVALS | ({"text alone": (TEXT,)} if equal_seconds else {})
+    names = [*RIVALS, *(name + SECONDS for name in (*RIVALS, "text alone"))]
     rows = []
     for pair in study.pairs:
         first = study.gains(pair, FIRST) if pair[0] != pair[1] else None
-        cells = [ahead_cell(study, pair, first, forms, equal_seconds) if first else ""
-                 for forms in others.values()]
+        cells = [ahead_cell(study, pair, first, RIVALS.get(name.removesuffix(SECONDS), (TEXT,)),
+                            name.endswith(SECONDS)) if first else "" for name in names]
         if any(cells):
             sources, documentation = [list(first.bits[domain].values()) for domain in DOMAINS]
             rows.append([f"{pair[0]} <- {pair[1]}, {PAIRS.get(pair, 'crossing')}",
-                         *([""] * 2 if equal_seconds else
-                           [f"{interval(sources)}, {first.weight:g}", interval(documentation)]),
+                         f"{interval(sources)}, {first.weight:g}", interval(documentation),
                          *cells, str(len(sources))])
-    rows.insert(0, ["student <- teacher", f"`{FIRST}`, weight", "documentation, likewise", *others,
+    rows.insert(0, ["student <- teacher", f"`{FIRST}`, weight", "documentation, likewise", *names,
                     "n"])
-    return [list(row) for row in zip(*(column for column in zip(*rows) if any(column[1:])))]
+    return with_columns(rows, [name for name, *column in zip(*rows) if any(column)])
+
+
+def with_columns(rows, names):
+    """Return the columns of rows with a head that have these names."""
+    places = [place for place, name in enumerate(rows[0]) if name in names]
+    return [[row[place] for place in places] for row in rows]
 
 
 def ahead_cell(study, pair, first, forms, equal_seconds):
@@ -528,7 +531,9 @@ def shares(study, loss):
 
 # --- docs/results.md ------------------------------------------------------------------------------
 
-PAGE_LARGE, LEFT_OUT = "large_500", "over text after as many steps"
+PAGE_LARGE = "large_500"
+LEFT_OUT = {"over text after as many steps", "H-KL", "ALM", "ULD",
+            *(name + SECONDS for name in RIVALS if name != "SimCT")}
 
 
 def large_gains(records, regime):
@@ -576,7 +581,7 @@ def merge(records, folder):
 def page_tables(records):
     """Return the tables of docs/results.md.
 
-    Large students; small ones, of all six pairs beside each rival, by steps and by seconds.
+    Large students; small ones, of all six pairs, beside rivals.
     """
     head, *rows = as_run(records, PAGE_LARGE)
     place = head.index("bits per byte")
@@ -584,12 +589,10 @@ def page_tables(records):
     for row in sorted(rows, key=lambda row: float(row[place].split()[0])):
         best.setdefault(tuple(row[:2]), row)
     rows = [head, *(row for row in rows if row in best.values())]
-    shown = [number for number, name in enumerate(rows[0]) if name != LEFT_OUT]
-    rows = [[row[number] for number in shown] for row in rows]
     small = Study(records, "new", RATES[0], [TEXT, FIRST, *itertools.chain(*RIVALS.values())],
                   [(a, b) for a in KINDS for b in KINDS if a != b])
-    tables = [rows, beside_rivals(small, False), beside_rivals(small, True)]
-    return [markdown(rows) for rows in tables if len(rows) > 1]
+    return [markdown(with_columns(rows, set(rows[0]) - LEFT_OUT))
+            for rows in (rows, beside_rivals(small)) if len(rows) > 1]
 
 
 def with_tables(text, tables):
@@ -606,10 +609,9 @@ def main(args):
     for study in studies(records):
         for heading, rows in tables_of(study):
             print(f"\n{heading}\n\n{markdown(rows)}")
-        for words, equal_seconds in (("steps", False), ("seconds", True)):
-            if len(rows := beside_rivals(study, equal_seconds)) > 1:
-                print(f"\n{FIRST} ahead of each rival's better form, {study.regime}, rate "
-                      f"{study.rate:g}, equal {words}\n\n{markdown(rows)}")
+        if len(rows := beside_rivals(study)) > 1:
+            print(f"\n{FIRST} ahead of each rival's better form, {study.regime}, rate "
+                  f"{study.rate:g}\n\n{markdown(rows)}")
         for loss in study.losses:
             if len(values := shares(study, loss)) > 1:
                 print(f"{loss}: share of an equal tokenizer's gain {interval(values)}")

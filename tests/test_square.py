@@ -63,7 +63,7 @@ def test_where_no_weight_helps_the_gain_is_that_of_the_text(records, monkeypatch
     assert "none helps" in square_table.markdown(tables[0][1])
     rivals = {"SimCT": ("simct",), "BPM": ("bpm", "bpm_fkl")}
     monkeypatch.setattr(square_table, "RIVALS", rivals)
-    head, cells = square_table.beside_rivals(study, False)  # of bpm nothing is known
+    head, cells = square_table.beside_rivals(study)  # of bpm nothing is known
     assert "BPM" not in head and cells[0] == "digits <- bytes, finer"
     assert cells[3] == "0.0000 ± 0.0000"
 
@@ -164,13 +164,13 @@ def test_a_pair_is_beside_the_better_form_of_each_rival(records):
             weight, gain = best.get(job.loss, (0.0, 0.0))
             gain -= 0.01 * (job.weight != weight)
             add(records, job, 3.0 + job.seed - gain - 0.4 * (job.steps > 150))
-    cells = [["0.3000 ± 0.0000, 1", "0.3000 ± 0.0000", "0.1000 ± 0.0000 (`simct_fkl`)"],
-             ["-0.3000 ± 0.0000 (`simct_fkl`)", "-0.1000 ± 0.0000"]]
-    names = [["`piece_kl`, weight", "documentation, likewise", "SimCT"], ["SimCT", "text alone"]]
-    for equal_seconds in (False, True):
-        head, row = square_table.beside_rivals(study, equal_seconds)
-        assert row == ["digits <- bytes, finer", *cells[equal_seconds], "2"]
-        assert head[1:-1] == names[equal_seconds]
+    rows = square_table.beside_rivals(study)
+    assert dict(zip(*rows, strict=True)) == {
+        "student <- teacher": "digits <- bytes, finer", "`piece_kl`, weight": "0.3000 ± 0.0000, 1",
+        "documentation, likewise": "0.3000 ± 0.0000", "SimCT": "0.1000 ± 0.0000 (`simct_fkl`)",
+        "SimCT, equal seconds": "-0.3000 ± 0.0000 (`simct_fkl`)",
+        "text alone, equal seconds": "-0.1000 ± 0.0000", "n": "2"}
+    assert square_table.with_columns(rows, {"n", "SimCT"}) == [row[3:7:3] for row in rows]
 
 
 # --- pages ----------------------------------------------------------------------------------------
@@ -214,5 +214,5 @@ def test_a_large_student_learns_as_long_as_that_helps(records):
     assert {steps for loss, steps in order if loss != TEXT} == {300, 600}
     rows = {(row[0], row[3]): row for row in square_table.as_run(records, "large_500")}
     assert rows["piece_kl", "300"][5:7] == ["0.4000 ± 0.0000", "0.1000 ± 0.0000"]
-    assert square_table.beside_rivals(study, False) == []  # no weight was chosen
+    assert square_table.beside_rivals(study) == [[]]  # no weight was chosen
     assert rows[TEXT, "600"][5:7] == ["", ""] and rows[TEXT, "300"][6] == "-0.3000 ± 0.0000"
