@@ -262,3 +262,21 @@ def test_a_run_ends_with_a_line_on_a_teacher_that_is_still_far_above():
                                         (1.25, 4.0, {}), (1.25, 1.0, {"ce_weight": 0.0}),
                                         (1.25, 1.0, {"dynamic_scale": True})):
         assert said(student_bits, {"a": weight}, **flags) == []
+
+
+def test_a_run_begins_with_a_line_on_texts_that_are_read_often():
+    """Of two sources the one that is read most; not where the teacher outweighs the text."""
+    def said(num_samples, weight=1.0, **flags):
+        sources = [SimpleNamespace(num_samples=samples, source=SimpleNamespace(name=name))
+                   for name, samples in (("a", 20), ("b", 60))]
+        data = SimpleNamespace(sources=sources, weights=lambda: [1.0, 1.0])
+        state = SimpleNamespace(
+            cfg=SimpleNamespace(
+                **{"ce_weight": 1.0, "dynamic_scale": False, "on_policy": 0.0} | flags),
+            teachers=[SimpleNamespace(cfg=SimpleNamespace(kd_weight=weight))])
+        return once_in_a_while.texts_read_again(
+            state, once_in_a_while.epochs_of(data, num_samples))
+
+    assert said(200) == [
+        "texts are read 5 times: a larger --kd_weight, such as 4, may teach more"]
+    assert said(160) == said(200, 4.0) == said(200, ce_weight=0.0) == said(200, on_policy=0.5) == []
