@@ -67,6 +67,7 @@ class Regime(NamedTuple):
     checks: how often the chosen passages are looked at, for the best student.
     is_fresh: they have random weights.
     teacher_steps: of their teachers' training, if not those of the scale.
+    shorter: steps that the text alone is given as well; the best of its lengths counts.
     """
 
     rows: int
@@ -74,10 +75,11 @@ class Regime(NamedTuple):
     checks: int = 1
     is_fresh: bool = True
     teacher_steps: int = 0
+    shorter: tuple = ()
 
 
 REGIMES = {"new": Regime(1200, 150, is_fresh=False), "little": Regime(1200, 150),
-           "repeated": Regime(150, 300, checks=10, is_fresh=False),
+           "repeated": Regime(150, 300, checks=10, is_fresh=False, shorter=(75, 150)),
            "long": Regime(8000, 3000, checks=12, teacher_steps=1800), "above": Regime(1200, 150)}
 # after how much text does a teacher stop paying?
 LARGE = {"large_500": Regime(500, 300, checks=15), "large_2000": Regime(2000, 800, checks=16),
@@ -200,6 +202,7 @@ class Study:
 
     def __post_init__(self):
         self.steps = (REGIMES | LARGE)[self.regime].steps
+        self.shorter = (REGIMES | LARGE)[self.regime].shorter
         self.scale = "large" if self.regime in LARGE else "small"
         self.wanted = []
 
@@ -235,10 +238,20 @@ class Study:
             else:
                 return best if bits[best] < bits[0.0] else 0.0
 
-    def mean_to_choose(self, pair, loss, weight):
+    def mean_to_choose(self, pair, loss, weight, steps=0):
         """Return the mean bits per byte of the choosing seeds; None: a run is missing."""
-        records = [self.run(pair, loss, weight, seed) for seed in SEEDS_TO_CHOOSE]
+        if loss == TEXT and not steps:
+            steps = self.text_steps(pair)
+        records = [self.run(pair, loss, weight, seed, steps) for seed in SEEDS_TO_CHOOSE]
         return None if None in records else statistics.mean(one["choose"] for one in records)
+
+    def text_steps(self, pair):
+        """Return with how many of its steps the text alone is best; 0 while runs are missing."""
+        if not self.shorter:
+            return self.steps
+        bits = {steps: self.mean_to_choose(pair, TEXT, 0.0, steps)
+                for steps in (*self.shorter, self.steps)}
+        return 0 if None in bits.values() else min(bits, key=bits.get)
 
     def steps_of(self, pair, loss):
         """Return the steps that take the seconds of the first loss; None: costs are missing."""
@@ -286,10 +299,11 @@ class Study:
         if weight is None or steps is None:
             return None
         is_none = loss != TEXT and not weight  # no weight helps: the text it is
-        if is_none and equal_seconds:
-            steps = self.steps_of(pair, TEXT)
+        text_steps = self.text_steps(pair)
+        if is_none:
+            steps = self.steps_of(pair, TEXT) if equal_seconds else text_steps
         seeds = range(self.seeds)
-        texts = {seed: self.run(pair, TEXT, 0.0, seed) for seed in seeds}
+        texts = {seed: self.run(pair, TEXT, 0.0, seed, text_steps) for seed in seeds}
         ours = {seed: self.run(pair, TEXT if is_none else loss, weight, seed, steps)
                 for seed in seeds}
         known = [seed for seed in seeds if texts[seed] and ours[seed]]
@@ -315,16 +329,17 @@ class Study:
         """
         wanted = []
         most = self.seeds
-        is_large = self.regime in LARGE  # whose losses are run to their own best, not to a time
+        # losses are run to their own best there, not to a time
+        is_large = self.regime in LARGE
         self.planning = planning
         for seeds in sorted({min(FEW, most), most}):
             self.seeds = seeds
             for is_more, pair in itertools.product((False, True), self.pairs):
                 for loss in self.losses_of(pair) if pair[0] != pair[1] or not is_more else ():
                     self.wanted = []
-                    if not is_more or not is_large:
+                    if not is_more or not (is_large or self.shorter):
                         self.gains(pair, loss, equal_seconds=is_more)
-                    elif loss in (TEXT, FIRST):
+                    elif is_large and loss in (TEXT, FIRST):
                         self.best_steps(pair, loss)
                     wanted += [name for name in self.wanted if name not in wanted]
         self.seeds, self.planning = most, False
@@ -386,7 +401,9 @@ def tables_of(study):
     """Return the tables of a study: (heading, rows) of each pair at equal steps and seconds."""
     tables = []
     for pair in study.pairs:
-        for equal_seconds in (False, True) if pair[0] != pair[1] else (False,):
+        for equal_seconds in (False, True):
+            if equal_seconds and (pair[0] == pair[1] or study.shorter):
+                continue
             rows = [row_of(study, pair, loss, equal_seconds) for loss in study.losses_of(pair)]
             rows = [row for row in rows if row]
             if not rows:
@@ -531,7 +548,7 @@ def shares(study, loss):
 
 # --- docs/results.md ------------------------------------------------------------------------------
 
-PAGE_LARGE = "large_500"
+PAGE_LARGE, PAGE_SMALL = "large_500", ("repeated", "new")
 LEFT_OUT = {"over text after as many steps", "H-KL", "ALM", "ULD",
             *(name + SECONDS for name in RIVALS if name != "SimCT")}
 
@@ -581,7 +598,7 @@ def merge(records, folder):
 def page_tables(records):
     """Return the tables of docs/results.md.
 
-    Large students; small ones, of all six pairs, beside rivals.
+    Large students; small ones of all pairs that were run, beside rivals.
     """
     head, *rows = as_run(records, PAGE_LARGE)
     place = head.index("bits per byte")
@@ -589,10 +606,12 @@ def page_tables(records):
     for row in sorted(rows, key=lambda row: float(row[place].split()[0])):
         best.setdefault(tuple(row[:2]), row)
     rows = [head, *(row for row in rows if row in best.values())]
-    small = Study(records, "new", RATES[0], [TEXT, FIRST, *itertools.chain(*RIVALS.values())],
-                  [(a, b) for a in KINDS for b in KINDS if a != b])
+    losses = [TEXT, FIRST, *itertools.chain(*RIVALS.values())]
+    pairs = [(a, b) for a in KINDS for b in KINDS if a != b]
+    tables = [rows, *(beside_rivals(Study(records, regime, RATES[0], losses, pairs))
+                      for regime in PAGE_SMALL)]
     return [markdown(with_columns(rows, set(rows[0]) - LEFT_OUT))
-            for rows in (rows, beside_rivals(small)) if len(rows) > 1]
+            for rows in tables if len(rows) > 1]
 
 
 def with_tables(text, tables):
@@ -615,7 +634,7 @@ def main(args):
         for loss in study.losses:
             if len(values := shares(study, loss)) > 1:
                 print(f"{loss}: share of an equal tokenizer's gain {interval(values)}")
-    for regime in ("long", *LARGE):
+    for regime in ("long", "repeated", *LARGE):
         if len(rows := as_run(records, regime)) > 1:
             print(f"\n{regime}, weights as named\n\n{markdown(rows)}")
         for name, (ours, equal) in large_gains(records, regime).items():
