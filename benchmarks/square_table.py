@@ -441,7 +441,7 @@ def beside_rivals(study):
         first = study.gains(pair, FIRST) if pair[0] != pair[1] else None
         cells = [ahead_cell(study, pair, first, RIVALS.get(name.removesuffix(SECONDS), (TEXT,)),
                             name.endswith(SECONDS)) if first else "" for name in names]
-        if any(cells):
+        if first:
             sources, documentation = [list(first.bits[domain].values()) for domain in DOMAINS]
             rows.append([f"{pair[0]} <- {pair[1]}, {PAIRS.get(pair, 'crossing')}",
                          f"{interval(sources)}, {first.weight:g}", interval(documentation),
