@@ -424,15 +424,19 @@ def merge(folder):
 
 
 def table(lines):
-    """Return a table of all that was measured, in Markdown."""
-    rows = ["| study | part | figures | card | torch | date, commit |", "| " + "--- | " * 6]
+    """Return a table of all that was measured, in Markdown; what only passed shares its row."""
+    rows = {}  # parts, by the rest of a row
     for line in lines:
         if line["result"] != "done":
             continue
         figures = ", ".join(f"{key} {text}" for key, text in figures_of(line).items())
-        rows.append(f"| {line['study']} | {line['part']} | {figures} | {line['card']} | "
-                    f"{line['torch']} | {line['date']}, {line['commit']} |")
-    return "\n".join(row.rstrip() for row in rows)
+        rest = (line["study"], figures, line["card"], line["torch"],
+                f"{line['date']}, {line['commit']}")
+        rows.setdefault((*rest, figures and line["part"]), []).append(line["part"])
+    table = ["| study | part | figures | card | torch | date, commit |", "| " + "--- | " * 6]
+    table += [f"| {study} | {', '.join(parts)} | {' | '.join(more)} |"
+              for (study, *more, _), parts in rows.items()]
+    return "\n".join(row.rstrip() for row in table)
 
 
 def show_list(names):

@@ -605,7 +605,7 @@ def page_tables(records):
     best = {}  # of a loss and a pair: with the weight and the steps of its best mean
     for row in sorted(rows, key=lambda row: float(row[place].split()[0])):
         best.setdefault(tuple(row[:2]), row)
-    rows = [head, *(row for row in rows if row in best.values())]
+    rows = [head, *(row for row in rows if row in best.values() and row[0] != EVEN)]
     losses = [TEXT, FIRST, *itertools.chain(*RIVALS.values())]
     pairs = [(a, b) for a in KINDS for b in KINDS if a != b]
     tables = [rows, *(beside_rivals(Study(records, regime, RATES[0], losses, pairs))
