@@ -438,7 +438,8 @@ def beside_rivals(study):
     names = [*RIVALS, *(name + SECONDS for name in (*RIVALS, "text alone"))]
     rows = []
     for pair in study.pairs:
-        first = study.gains(pair, FIRST) if pair[0] != pair[1] else None
+        is_chosen = pair[0] != pair[1] and not study.weight
+        first = study.gains(pair, FIRST) if is_chosen else None
         cells = [ahead_cell(study, pair, first, RIVALS.get(name.removesuffix(SECONDS), (TEXT,)),
                             name.endswith(SECONDS)) if first else "" for name in names]
         if first:
