@@ -551,7 +551,7 @@ def shares(study, loss):
 
 PAGE_LARGE, PAGE_SMALL = "large_500", ("repeated", "new")
 LEFT_OUT = {"over text after as many steps", "H-KL", "ALM", "ULD",
-            *(name + SECONDS for name in RIVALS if name != "SimCT")}
+            *(name + SECONDS for name in (*RIVALS, "text alone"))}
 
 
 def large_gains(records, regime):
@@ -596,10 +596,13 @@ def merge(records, folder):
                 records.add(record)
 
 
-def page_tables(records):
+def page_tables(records, left_out=LEFT_OUT):
     """Return the tables of docs/results.md.
 
     Large students; small ones of all pairs that were run, beside rivals.
+
+    Args:
+        left_out: names of columns that stand in the log alone.
     """
     head, *rows = as_run(records, PAGE_LARGE)
     place = head.index("bits per byte")
@@ -611,7 +614,7 @@ def page_tables(records):
     pairs = [(a, b) for a in KINDS for b in KINDS if a != b]
     tables = [rows, *(beside_rivals(Study(records, regime, RATES[0], losses, pairs))
                       for regime in PAGE_SMALL)]
-    return [markdown(with_columns(rows, set(rows[0]) - LEFT_OUT))
+    return [markdown(with_columns(rows, set(rows[0]) - left_out))
             for rows in tables if len(rows) > 1]
 
 
