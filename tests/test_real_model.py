@@ -61,7 +61,7 @@ def lesson(smollm2, folder):
             "reasoning_content": f"The user asks for the weather in {city}. I call a tool."}])
     data = folder / "chats.jsonl"
     data.write_text("".join(json.dumps({"text": chat, "tools": TOOLS}) + "\n" for chat in chats))
-    # a CPU that knows no bf16 multiplies in it 20 times slower
+    # a CPU that knows no bf16 multiplies in it ten times slower
     is_fast = torch.cpu._is_avx512_bf16_supported()
     dtype = "bfloat16" if is_fast else "float32"
     config = ds_config(folder / "ds.json", 1, 2, 1, bf16={"enabled": is_fast})
