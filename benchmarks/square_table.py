@@ -242,6 +242,8 @@ class Study:
         """Return the mean bits per byte of the choosing seeds; None: a run is missing."""
         if loss == TEXT and not steps:
             steps = self.text_steps(pair)
+            if not steps:
+                return None
         records = [self.run(pair, loss, weight, seed, steps) for seed in SEEDS_TO_CHOOSE]
         return None if None in records else statistics.mean(one["choose"] for one in records)
 
@@ -299,7 +301,9 @@ class Study:
         if weight is None or steps is None:
             return None
         is_none = loss != TEXT and not weight  # no weight helps: the text it is
-        text_steps = self.text_steps(pair)
+        text_steps = self.text_steps(pair) or self.steps * self.planning
+        if not text_steps:
+            return None
         if is_none:
             steps = self.steps_of(pair, TEXT) if equal_seconds else text_steps
         seeds = range(self.seeds)

@@ -173,6 +173,19 @@ def test_a_pair_is_beside_the_better_form_of_each_rival(records):
     assert square_table.with_columns(rows, {"n", "SimCT"}) == [row[3:7:3] for row in rows]
 
 
+def test_a_gain_is_over_the_text_alone_at_the_best_of_its_lengths(records):
+    """None while a length is missing: 300 steps would flatter the teacher."""
+    study = Study(records, "repeated", 3e-3, [TEXT, "piece_kl"], [PAIR], seeds=2, weight=4.0)
+    assert set(study.shorter) == {75, 150}
+    while jobs := study.missing():
+        for job in sorted(jobs, key=lambda job: job.steps, reverse=True):
+            if job.steps == 75:
+                assert study.gains(PAIR, "piece_kl") is None
+            of_text = {75: 2.3, 150: 2.4, 300: 2.5}[job.steps]
+            add(records, job, of_text if job.loss == TEXT else 2.0)
+    assert study.gains(PAIR, "piece_kl").bits["sources"] == pytest.approx({0: 0.3, 1: 0.3})
+
+
 # --- pages ----------------------------------------------------------------------------------------
 
 
