@@ -40,6 +40,7 @@ DOORS: dict[str, Door] = {
     "secret": Door("several ranks, or ISOGLOSS_TOKEN", "The secret that they have in common.",
                    ("job.several.secret",)),
     "peers": Door("several ranks", "That another one has failed or died.", ("job.several.peers",)),
+    "skipped": Door("a step that is not finite", "Why.", ("student.options.skipped_steps",)),
     "peaks": Door("a GPU", "How much of its peak a step uses.", ("student.options.peaks",)),
     "wandb": Door("wandb in the ds_config", "The steps of its curves.", ("job.wandb_steps",)),
     "launcher": Door("a launcher", "Whether its variables are those of a rank.",

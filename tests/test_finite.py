@@ -15,7 +15,8 @@ import torch.distributed as dist
 import ranks
 from isogloss import distill, doors
 from isogloss.inputs import build_collator
-from isogloss.student.finite import has_finite_state, loss_scale_can_fall
+from isogloss.student.finite import has_finite_state
+from isogloss.student.options.skipped_steps import loss_scale_can_fall
 from jobs import ds_config, job_for, losses_of, run_distill, write_corpus, write_to_file
 from steps import flags_for, flags_of
 

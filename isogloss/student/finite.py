@@ -14,6 +14,8 @@ from functools import wraps
 
 import torch
 
+from isogloss.doors import door
+
 # --- skip -----------------------------------------------------------------------------------------
 
 
@@ -76,7 +78,7 @@ class BadSteps:
 
     Attributes:
         count: of these steps; 0 if the latest one was good.
-        causes: what was not finite in the latest of them.
+        causes: what was not finite in the latest step that was skipped; "" if that is routine.
     """
 
     count: int = 0
@@ -84,9 +86,6 @@ class BadSteps:
 
     def note(self, engine, sums, teachers):
         """Take note of the step that was just taken or skipped.
-
-        With fp16's loss scale, an overflow of the gradient alone is routine until the scale is at
-        its minimum.
 
         The losses are read if it was skipped; the host then waits for the device.
 
@@ -97,38 +96,8 @@ class BadSteps:
         if engine.was_step_applied():  # so the gradient is finite, and with it every loss
             self.count = 0
             return
-        causes = causes_of(sums.read(), teachers)
-        if not causes and loss_scale_can_fall(engine):
-            self.count = 0
-            return
-        self.count += 1
-        self.causes = " and ".join(causes) or "the gradient (every loss is finite)"
-
-
-def causes_of(sums, teachers):
-    """List the losses that are not finite."""
-    causes = []
-    if not math.isfinite(sums[0][0]):
-        causes.append("the cross-entropy")
-    for name, of_teacher in zip(teachers, sums):
-        if not math.isfinite(of_teacher[1]):
-            causes.append(f"the distillation loss of teacher {name}")
-    return causes
-
-
-def loss_scale_can_fall(engine):
-    """Return whether fp16's loss scale is above its minimum, so that an overflow is routine.
-
-    A dynamic loss scale begins far too high, and falls whenever a gradient overflows.
-    """
-    if engine.torch_autocast_z0_gradscaler:
-        return engine.torch_autocast_z0_gradscaler.get_scale() > 1
-    optimizer = engine.optimizer
-    if hasattr(optimizer, "loss_scale_config"):  # ZeRO stage 0
-        scaler = optimizer.loss_scale_config
-        return scaler.dynamic_loss_scale and scaler.cur_scale > scaler.min_loss_scale
-    scaler = getattr(optimizer, "loss_scaler", None)
-    return scaler is not None and scaler.dynamic and scaler.cur_scale > scaler.min_scale
+        self.causes = door("skipped").causes_of(engine, sums.read(), teachers)
+        self.count = self.count + 1 if self.causes else 0
 
 
 def has_finite_state(engine):
