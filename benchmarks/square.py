@@ -24,6 +24,7 @@ The regimes:
 new        students that know the library's documentation meet its sources
 little     fresh students, little text
 repeated   new, with an eighth of the text read up to 16 times, stopped as in long
+repeated_N likewise in as many steps, of N passages
 long       fresh students, more text, 3,000 steps, stopped where the chosen passages are best
 above      little, from a teacher far above the students: --teacher DIR, a real model
 large_N    N passages for students of 8 million weights and vocabularies of 8 and 4 thousand

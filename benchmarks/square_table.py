@@ -67,7 +67,7 @@ class Regime(NamedTuple):
     checks: how often the chosen passages are looked at, for the best student.
     is_fresh: they have random weights.
     teacher_steps: of their teachers' training, if not those of the scale.
-    shorter: steps that the text alone is given as well; the best of its lengths counts.
+    text_steps: steps that the text alone is given as well; the best of its lengths counts.
     """
 
     rows: int
@@ -75,11 +75,14 @@ class Regime(NamedTuple):
     checks: int = 1
     is_fresh: bool = True
     teacher_steps: int = 0
-    shorter: tuple = ()
+    text_steps: tuple = ()
 
 
 REGIMES = {"new": Regime(1200, 150, is_fresh=False), "little": Regime(1200, 150),
-           "repeated": Regime(150, 300, checks=10, is_fresh=False, shorter=(75, 150)),
+           "repeated": Regime(150, 300, checks=10, is_fresh=False, text_steps=(75, 150)),
+           "repeated_300": Regime(300, 300, checks=10, is_fresh=False, text_steps=(150, 600)),
+           "repeated_600": Regime(600, 300, checks=10, is_fresh=False, text_steps=(150, 600)),
+           "repeated_1200": Regime(1200, 300, checks=10, is_fresh=False, text_steps=(600, 1200)),
            "long": Regime(8000, 3000, checks=12, teacher_steps=1800), "above": Regime(1200, 150)}
 # after how much text does a teacher stop paying?
 LARGE = {"large_500": Regime(500, 300, checks=15), "large_2000": Regime(2000, 800, checks=16),
@@ -202,7 +205,7 @@ class Study:
 
     def __post_init__(self):
         self.steps = (REGIMES | LARGE)[self.regime].steps
-        self.shorter = (REGIMES | LARGE)[self.regime].shorter
+        self.lengths = (REGIMES | LARGE)[self.regime].text_steps
         self.scale = "large" if self.regime in LARGE else "small"
         self.wanted = []
 
@@ -249,10 +252,10 @@ class Study:
 
     def text_steps(self, pair):
         """Return with how many of its steps the text alone is best; 0 while runs are missing."""
-        if not self.shorter:
+        if not self.lengths:
             return self.steps
         bits = {steps: self.mean_to_choose(pair, TEXT, 0.0, steps)
-                for steps in (*self.shorter, self.steps)}
+                for steps in (*self.lengths, self.steps)}
         return 0 if None in bits.values() else min(bits, key=bits.get)
 
     def steps_of(self, pair, loss):
@@ -341,7 +344,7 @@ class Study:
             for is_more, pair in itertools.product((False, True), self.pairs):
                 for loss in self.losses_of(pair) if pair[0] != pair[1] or not is_more else ():
                     self.wanted = []
-                    if not is_more or not (is_large or self.shorter):
+                    if not is_more or not (is_large or self.lengths):
                         self.gains(pair, loss, equal_seconds=is_more)
                     elif is_large and loss in (TEXT, FIRST):
                         self.best_steps(pair, loss)
@@ -406,7 +409,7 @@ def tables_of(study):
     tables = []
     for pair in study.pairs:
         for equal_seconds in (False, True):
-            if equal_seconds and (pair[0] == pair[1] or study.shorter):
+            if equal_seconds and (pair[0] == pair[1] or study.lengths):
                 continue
             rows = [row_of(study, pair, loss, equal_seconds) for loss in study.losses_of(pair)]
             rows = [row for row in rows if row]

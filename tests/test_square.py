@@ -176,7 +176,7 @@ def test_a_pair_is_beside_the_better_form_of_each_rival(records):
 def test_a_gain_is_over_the_text_alone_at_the_best_of_its_lengths(records):
     """None while a length is missing: 300 steps would flatter the teacher."""
     study = Study(records, "repeated", 3e-3, [TEXT, "piece_kl"], [PAIR], seeds=2, weight=4.0)
-    assert set(study.shorter) == {75, 150}
+    assert set(study.lengths) == {75, 150}
     while jobs := study.missing():
         for job in sorted(jobs, key=lambda job: job.steps, reverse=True):
             if job.steps == 75:
