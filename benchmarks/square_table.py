@@ -224,22 +224,30 @@ class Study:
         """Return the best weight on the choosing passages, 0 for none; None: runs are missing."""
         if self.weight:
             return self.weight
+        text = self.mean_to_choose(pair, TEXT, 0.0)
+        weight, bits = self.bracketed(pair, loss)
+        if text is None or weight is None:
+            return None
+        return weight if bits < text else 0.0
+
+    def bracketed(self, pair, loss):
+        """Return (the best weight of any but 0, its bits); None and None: runs are missing."""
         first = FIRST_WEIGHTS[loss]
-        bits = {0.0: self.mean_to_choose(pair, TEXT, 0.0)}
+        bits = {}
         weights = [first, first / 2, first * 2]
         while True:
             for weight in weights:
                 if weight not in bits:
                     bits[weight] = self.mean_to_choose(pair, loss, weight)
             if None in bits.values():
-                return None
+                return None, None
             best = min(weights, key=bits.get)
             if best == min(weights) > LIGHTEST:
                 weights.append(best / 2)
             elif best == max(weights) < HEAVIEST:
                 weights.append(best * 2)
             else:
-                return best if bits[best] < bits[0.0] else 0.0
+                return best, bits[best]
 
     def mean_to_choose(self, pair, loss, weight, steps=0):
         """Return the mean bits per byte of the choosing seeds; None: a run is missing."""
@@ -537,6 +545,67 @@ def likeliest(runs):
                      for teacher, values in sorted(by_teacher.items()))
 
 
+def amounts(records, pair=("bytes", "digits")):
+    """Return rows on how much text there is: from where on does a teacher not pay any more?
+
+    What the first loss gains over the text alone, after as many steps and at the best of several
+    lengths, and after how many seconds of a run it is ahead of that best on the chosen passages.
+    """
+    rows = [["passages", "text alone at its best", "its readings", "its CPU seconds",
+             f"`{FIRST}`, weight", "its readings", "over text after as many steps",
+             "over text at its best", "CPU seconds: teacher live; cached", "ahead of that after",
+             "n"]]
+    for regime, its in sorted(REGIMES.items(), key=lambda item: item[1].rows):
+        study = Study(records, regime, RATES[0], [TEXT, FIRST], [pair], seeds=FEW)
+        weight, _ = study.bracketed(pair, FIRST)
+        best = study.text_steps(pair)
+        if not its.text_steps or not weight or not best:
+            continue
+        texts = runs_of(study, pair, TEXT, 0.0, best)
+        for steps in (its.steps, *its.text_steps):
+            ours = runs_of(study, pair, FIRST, weight, steps)
+            gains = [difference(runs_of(study, pair, TEXT, 0.0, steps), ours, DOMAINS[0]),
+                     difference(texts, ours, DOMAINS[0])]
+            if len(gains[1]) < 2:
+                continue
+            medians = [statistics.median(seconds(one, is_cached) for one in ours.values())
+                       for is_cached in (False, True)]
+            rows.append([
+                str(its.rows), interval([one["after"][DOMAINS[0]] for one in texts.values()]),
+                f"{best * study.batch / its.rows:g}",
+                f"{statistics.median(one['seconds'] for one in texts.values()):.0f}",
+                f"{interval([one['after'][DOMAINS[0]] for one in ours.values()])}, {weight:g}",
+                f"{steps * study.batch / its.rows:g}",
+                *(interval(one) if len(one) > 1 else "" for one in gains),
+                "; ".join(f"{one:.0f}" for one in medians), passed(texts, ours),
+                str(len(gains[1]))])
+    return rows
+
+
+def runs_of(study, pair, loss, weight, steps):
+    """Return {seed: record} of the runs that are there."""
+    runs = {seed: study.run(pair, loss, weight, seed, steps) for seed in range(study.seeds)}
+    return {seed: record for seed, record in runs.items() if record}
+
+
+def passed(texts, runs):
+    """Return after how many seconds runs are ahead of a text's best, teacher live; cached.
+
+    By the chosen passages, the median of all seeds; "never" where one of them is at no time.
+    """
+    found = []
+    for seed in set(texts) & set(runs):
+        run = runs[seed]
+        for look in run["curve"]:
+            if look["choose"] < texts[seed]["choose"]:
+                at = run | look | {"passages": look["step"] * run["passages"] / run["step"]}
+                found.append((seconds(at), seconds(at, is_cached=True)))
+                break
+        else:
+            return "never"
+    return "; ".join(f"{statistics.median(each):.0f}" for each in zip(*found))
+
+
 def shares(study, loss):
     """Return the share of an equal tokenizer's gain of every seed; [] while runs are missing.
 
@@ -655,6 +724,8 @@ def main(args):
                   + f"{mean:.4f} of the {most:.4f} that an equal tokenizer's teacher gives, "
                   f"{mean / most:.0%}" + (f"; behind by {interval(behind)}" if len(behind) > 1
                                           else ""))
+    if len(rows := amounts(records)) > 1:
+        print(f"\nHow much text there is, bytes <- digits\n\n{markdown(rows)}")
     tables = page_tables(records)
     print("\nREADME.md's first claim and docs/results.md\n")
     print("\n\n".join(tables))

@@ -186,6 +186,40 @@ def test_a_gain_is_over_the_text_alone_at_the_best_of_its_lengths(records):
     assert study.gains(PAIR, "piece_kl").bits["sources"] == pytest.approx({0: 0.3, 1: 0.3})
 
 
+def test_amounts_of_text_tell_when_a_teacher_is_ahead_of_the_text(records):
+    """At 60 steps, of 8 passages: 6 s, and the teacher's for 480 passages, or for the 150 there are.
+
+    Of 1,200 passages the text is better than the student ever is.
+    """
+    for regime in ("repeated", "repeated_1200"):
+        is_little = regime == "repeated"
+        study = Study(records, regime, 3e-3, [TEXT, "piece_kl"], [PAIR], seeds=square_table.FEW)
+        rows = square_table.REGIMES[regime].rows
+        while jobs := study.missing():
+            for job in jobs:
+                bits = {75: 2.4, 150: 2.3, 300: 2.35, 600: 1.9, 1200: 2.0}[job.steps] \
+                    if job.loss == TEXT else 2.0 + 0.01 * (job.weight != 2)
+                after = {"sources": bits, "documentation": bits}
+                looks = [{"step": step, "seconds": step / 10, "choose": choose} for step, choose in
+                         ((30, 2.5), (60, 2.2), (job.steps, bits))]
+                records.add(vars(job) | looks[-1] | {
+                    "after": after, "before": after, "rows": rows, "curve": looks,
+                    "passages": 8 * job.steps, "teacher_row": 0.01 * (job.loss != TEXT)})
+        if not is_little:  # which no weight is: the best of them, of which no seed was asked for
+            for seed in range(2):
+                records.add(records.of[job] | {"loss": "piece_kl", "teacher": "bytes", "after": {
+                    "sources": 2.0}, "weight": 2.0, "steps": 300, "seed": seed})
+    head, little, much = square_table.amounts(records, PAIR)
+    names = dict(zip(head, little))
+    assert (names["passages"], names["over text at its best"]) == ("150", "0.3000 ± 0.0000")
+    assert little[1:4] == ["2.3000 ± 0.0000", "8", "15"] and little[5] == "16"
+    assert names["over text after as many steps"] == "0.3500 ± 0.0000"
+    assert names["CPU seconds: teacher live; cached"] == "54; 32"
+    assert names["ahead of that after"] == "11; 8"
+    assert much[0] == "1200" and much[2] == "4" and much[7] == "-0.1000 ± 0.0000"
+    assert much[9:] == ["never", "2"]
+
+
 # --- pages ----------------------------------------------------------------------------------------
 
 
