@@ -187,7 +187,7 @@ def test_a_gain_is_over_the_text_alone_at_the_best_of_its_lengths(records):
 
 
 def test_amounts_of_text_tell_when_a_teacher_is_ahead_of_the_text(records):
-    """At 60 steps, of 8 passages: 6 s, and the teacher's for 480 passages, or for the 150 there are.
+    """Seconds at 60 steps of 8 passages: 6, and a teacher's for 480 of them, or the 150 there are.
 
     Of 1,200 passages the text is better than the student ever is.
     """
