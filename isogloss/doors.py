@@ -41,6 +41,8 @@ DOORS: dict[str, Door] = {
                    ("job.several.secret",)),
     "peers": Door("several ranks", "That another one has failed or died.", ("job.several.peers",)),
     "skipped": Door("a step that is not finite", "Why.", ("student.options.skipped_steps",)),
+    "half_on_cpu": Door("16 bits on a CPU", "Whether it has instructions for them.",
+                        ("models.half_on_cpu",)),
     "peaks": Door("a GPU", "How much of its peak a step uses.", ("student.options.peaks",)),
     "wandb": Door("wandb in the ds_config", "The steps of its curves.", ("job.wandb_steps",)),
     "launcher": Door("a launcher", "Whether its variables are those of a rank.",

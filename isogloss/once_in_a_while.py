@@ -7,6 +7,7 @@ import operator
 import sys
 from functools import reduce
 
+import torch
 import torch.distributed as dist
 from tqdm import tqdm
 
@@ -36,8 +37,11 @@ def announce(state, inputs, start):
     """Say what the run is about to do."""
     cfg = state.cfg
     engine = state.engine
-    dtype = str(next(engine.module.parameters()).dtype).removeprefix("torch.")
-    model = f"student {cfg.student} ({in_millions(state.student.num_weights)} weights, {dtype})"
+    dtype = next(engine.module.parameters()).dtype
+    if state.device.type == "cpu" and dtype != torch.float32:
+        door("half_on_cpu").tell("student", cfg.student, dtype, "no bf16, no fp16 in --ds_config")
+    model = (f"student {cfg.student} ({in_millions(state.student.num_weights)} weights, "
+             f"{str(dtype).removeprefix('torch.')})")
     for setup in state.teachers:
         model += f", teacher {setup.name} ({setup.cfg.loss}, weight {setup.cfg.kd_weight:g})"
     tell(model if state.teachers else f"{model}, no teacher (CE only)")

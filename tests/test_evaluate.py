@@ -12,7 +12,15 @@ import ranks
 from isogloss import distill, once_in_a_while
 from isogloss.evaluation.evaluate import PairSums, add_agreement
 from isogloss.inputs import build_collator
-from jobs import ds_config, job_for, losses_of, run_and_listen, run_distill, write_corpus
+from jobs import (
+    ds_config,
+    job_for,
+    losses_of,
+    run_and_listen,
+    run_distill,
+    short_run,
+    write_corpus,
+)
 from steps import flags_for
 
 TEXTS = ["The quick brown fox said hello to the 201 dogs.", "An index of the value, and its name."]
@@ -280,3 +288,25 @@ def test_a_run_begins_with_a_line_on_texts_that_are_read_often():
     assert said(200) == [
         "texts are read 5 times: a larger --kd_weight, such as 4, may teach more"]
     assert said(160) == said(200, 4.0) == said(200, ce_weight=0.0) == said(200, on_policy=0.5) == []
+
+
+def listen_on_an_old_cpu(*argv_list):
+    """Run command lines where the CPU has instructions for neither kind of 16 bits."""
+    torch.cpu.get_capabilities = lambda: {
+        "architecture": "x86_64", "avx512_bf16": False, "avx512_fp16": False}
+    return run_and_listen(*argv_list)
+
+
+def test_a_run_begins_with_a_line_on_16_bits_that_a_cpu_computes_by_hand(models, texts, tmp_path):
+    """Of the student and of a teacher, each with what changes it; none of float32."""
+    half = ds_config(tmp_path / "half.json", 2, 2, 1, bf16={"enabled": True})
+    plain, both = [
+        short_run(models, texts, tmp_path, "--steps=1", f"--output_dir={tmp_path / name}", *more)
+        for name, *more in (("a",), ("b", f"--ds_config={half}", "--teacher_dtype=float16"))]
+    [(codes, said)] = ranks.run(1, listen_on_an_old_cpu, plain, both)
+    assert codes == [0, 0]
+    assert [line for line in said.splitlines() if "CPU" in line] == [
+        f"distill.py: {what}, for which this CPU has no instructions; float32 is up to ten times "
+        f"as fast: {remedy}" for what, remedy in (
+            (f"teacher {models[1]} computes in float16", "--teacher_dtype float32"),
+            (f"student {models[0]} computes in bfloat16", "no bf16, no fp16 in --ds_config"))]

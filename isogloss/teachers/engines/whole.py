@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
+from isogloss.doors import door
 from isogloss.models import pretrained
 from isogloss.teachers.protocol import TeacherSource, TeacherSpec
 from isogloss.tiles import Head, HiddenLogits, StoredLogits, head_of
@@ -189,8 +190,11 @@ def load_replicated(spec):
 
 
 def load_weights(spec, **options):
+    dtype = dtype_of(spec)
+    if str(spec.device) == "cpu" and dtype != torch.float32:
+        door("half_on_cpu").tell("teacher", spec.path, dtype, "--teacher_dtype float32")
     return pretrained.load_model(
-        "teacher", spec.path, spec.trust_remote_code, dtype=dtype_of(spec),
+        "teacher", spec.path, spec.trust_remote_code, dtype=dtype,
         **pretrained.attention_options(spec.attention), **options)
 
 
