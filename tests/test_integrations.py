@@ -102,15 +102,26 @@ def test_a_trainer_has_the_loss_of_the_job(chat_models, expected, tmp_path, name
 
 
 def train_on_a_rank(student, teacher, rows, folder):
-    """Return what is logged on one of two ranks, with rows in memory and from a stream."""
+    """Return what is logged on one of two ranks, of rows in memory, of a stream, by ZeRO-3."""
+    import deepspeed
     from datasets import Dataset
 
+    deepspeed.init_distributed("gloo")  # as accelerate does on GPUs
+    data = Dataset.from_list(rows)
+    stream = data.to_iterable_dataset()
     logged = []
-    for data in (Dataset.from_list(rows), Dataset.from_list(rows).to_iterable_dataset()):
-        trainer_class, settings = trainer_of("Trainer", folder, gradient_accumulation_steps=2)
+    for its_rows, more in ((data, {}), (stream, {}), (data, {"deepspeed": folder / "zero3.json"})):
+        trainer_class, settings = trainer_of(
+            "Trainer", folder, gradient_accumulation_steps=2, **more)
+        student_tokenizer, teacher_tokenizer = map(AutoTokenizer.from_pretrained,
+                                                   (student, teacher))
         trainer = distilled(trainer_class, teacher, kd_weight=0.7, max_length=60)(
-            AutoModelForCausalLM.from_pretrained(student), args=settings, train_dataset=data,
-            processing_class=AutoTokenizer.from_pretrained(student))
+            AutoModelForCausalLM.from_pretrained(student), args=settings, train_dataset=its_rows,
+            processing_class=student_tokenizer)
+        if more:
+            with pytest.raises(ValueError, match="ZeRO-3 has left each rank a part of"):
+                Distillation(student_tokenizer, AutoModelForCausalLM.from_pretrained(teacher),
+                             teacher_tokenizer)
         trainer.train()
         logged.append(trainer.state.log_history[0])
     return logged
@@ -118,6 +129,10 @@ def train_on_a_rank(student, teacher, rows, folder):
 
 def test_two_ranks_average_over_the_terms_of_both(chat_models, texts, tmp_path):
     """Like one batch of all rows in one process."""
+    (tmp_path / "zero3.json").write_text(json.dumps({
+        "zero_optimization": {"stage": 3}, "zero_force_ds_cpu_optimizer": False,
+        **dict.fromkeys(("train_batch_size", "train_micro_batch_size_per_gpu",
+                         "gradient_accumulation_steps"), "auto")}))
     rows = [{"text": text[: 20 + 12 * number]} for number, text in enumerate(texts[:ROWS])]
     model = AutoModelForCausalLM.from_pretrained(chat_models[0])
     distillation = Distillation(
@@ -128,6 +143,7 @@ def test_two_ranks_average_over_the_terms_of_both(chat_models, texts, tmp_path):
     ce, kd = [float(total) / count for total, count in zip(sums, count_terms(batch))]
     norm = float(torch.cat([weight.grad.flatten() for weight in model.parameters()]).norm())
     for logged in ranks.run(2, train_on_a_rank, *chat_models, rows, tmp_path):
+        assert len(logged) == 3
         for line in logged:
             assert [line[key] for key in ("loss", "ce", "kd", "grad_norm")] == pytest.approx(
                 [loss.item(), ce, kd, norm], rel=1e-4)

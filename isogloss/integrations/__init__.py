@@ -42,9 +42,9 @@ from isogloss.evaluation.evaluate import (
 )
 from isogloss.flags.model_names import read_model_name
 from isogloss.inputs import with_common_ids
+from isogloss.integrations.whole_teacher import check_whole, load_whole
 from isogloss.job.columns import to_device
 from isogloss.losses import next_token_cross_entropy
-from isogloss.models.pretrained import load_model
 from isogloss.objective.objective import LossTerms
 from isogloss.several_teachers import loss_flags
 from isogloss.targets import SpellingIds, TeacherSetup, teacher_parts
@@ -83,7 +83,7 @@ class Distillation:
         flags: those of distill.py that describe the loss and the texts, see `FLAGS`.
     Raises:
         ValueError: a flag that does not exist or is wrong, a teacher without a tokenizer, or with
-            one that writes ids beyond its head.
+            one that writes ids beyond its head; a model whose weights are not whole on this rank.
     """
 
     def __init__(self, student_tokenizer, teacher, teacher_tokenizer=None, **flags):
@@ -95,7 +95,8 @@ class Distillation:
             teacher_tokenizer = tokenizer_files.load(
                 *read_model_name("teacher", teacher).of_tokenizer)
         if isinstance(teacher, str):
-            teacher = load_model("teacher", teacher, dtype="auto")
+            teacher = load_whole(teacher)
+        check_whole(teacher)
         if hasattr(teacher, "get_base_model"):  # of peft: the adapter's layers are in there
             teacher = teacher.get_base_model()
         self.teacher_name = getattr(teacher.config, "name_or_path", "") or "teacher"
