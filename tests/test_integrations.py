@@ -102,7 +102,7 @@ def test_a_trainer_has_the_loss_of_the_job(chat_models, expected, tmp_path, name
 
 
 def train_on_a_rank(student, teacher, rows, folder):
-    """Return what is logged on one of two ranks, of rows in memory, of a stream, by ZeRO-3."""
+    """Return what is logged on one of two ranks: of rows in memory, of a stream, in shards."""
     import deepspeed
     from datasets import Dataset
 
@@ -110,7 +110,9 @@ def train_on_a_rank(student, teacher, rows, folder):
     data = Dataset.from_list(rows)
     stream = data.to_iterable_dataset()
     logged = []
-    for its_rows, more in ((data, {}), (stream, {}), (data, {"deepspeed": folder / "zero3.json"})):
+    fsdp = {"fsdp": True, "fsdp_config": {"transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"]}}
+    zero3 = {"deepspeed": folder / "zero3.json"}
+    for its_rows, more in ((data, {}), (stream, {}), (data, fsdp), (data, zero3)):
         trainer_class, settings = trainer_of(
             "Trainer", folder, gradient_accumulation_steps=2, **more)
         student_tokenizer, teacher_tokenizer = map(AutoTokenizer.from_pretrained,
@@ -118,7 +120,7 @@ def train_on_a_rank(student, teacher, rows, folder):
         trainer = distilled(trainer_class, teacher, kd_weight=0.7, max_length=60)(
             AutoModelForCausalLM.from_pretrained(student), args=settings, train_dataset=its_rows,
             processing_class=student_tokenizer)
-        if more:
+        if more is zero3:
             with pytest.raises(ValueError, match="ZeRO-3 has left each rank a part of"):
                 Distillation(student_tokenizer, AutoModelForCausalLM.from_pretrained(teacher),
                              teacher_tokenizer)
@@ -143,7 +145,7 @@ def test_two_ranks_average_over_the_terms_of_both(chat_models, texts, tmp_path):
     ce, kd = [float(total) / count for total, count in zip(sums, count_terms(batch))]
     norm = float(torch.cat([weight.grad.flatten() for weight in model.parameters()]).norm())
     for logged in ranks.run(2, train_on_a_rank, *chat_models, rows, tmp_path):
-        assert len(logged) == 3
+        assert len(logged) == 4
         for line in logged:
             assert [line[key] for key in ("loss", "ce", "kd", "grad_norm")] == pytest.approx(
                 [loss.item(), ce, kd, norm], rel=1e-4)
