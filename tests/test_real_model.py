@@ -26,8 +26,10 @@ TEMPLATE = (
     "{% for c in m.tool_calls or [] %}<tool_call>\n{\"name\": \"{{ c.function.name }}\", "
     "\"arguments\": {{ c.function.arguments | tojson }}}\n</tool_call>{% endfor %}<|im_end|>\n"
     "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}")
-TOOLS = [{"type": "function", "function": {"name": "get_weather", "parameters": {
-    "type": "object", "properties": {"city": {"type": "string"}}}}}]
+# with a description, which vLLM shows a model as null where there is none
+TOOLS = [{"type": "function", "function": {
+    "name": "get_weather", "description": "Tell the weather.",
+    "parameters": {"type": "object", "properties": {"city": {"type": "string"}}}}}]
 CITIES = ("Paris London Rome Madrid Vienna Athens Dublin Lisbon Prague Warsaw Berlin Tokyo Cairo "
           "Lima Oslo Quito Delhi Seoul Havana Nairobi").split()
 HELD_OUT = "Boston Geneva Sydney Milan".split()
