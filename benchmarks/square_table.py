@@ -300,6 +300,15 @@ class Study:
             steps *= 2
         return best[1]
 
+    def as_long_as_text(self, pair):
+        """Ask for the runs of `amounts`: of the first loss, though its text alone may be better."""
+        weight = self.weight or self.bracketed(pair, FIRST)[0]
+        text_steps = self.text_steps(pair)
+        if weight and text_steps:
+            for steps, seed in itertools.product({self.steps, max(self.steps, text_steps)},
+                                                 range(self.seeds)):
+                self.run(pair, FIRST, weight, seed, steps)
+
     def gains(self, pair, loss, equal_seconds=False):
         """Return the Gains of a loss by the seeds that are there; None: too few are."""
         steps = self.steps
@@ -356,6 +365,8 @@ class Study:
                         self.gains(pair, loss, equal_seconds=is_more)
                     elif is_large and loss in (TEXT, FIRST):
                         self.best_steps(pair, loss)
+                    elif self.lengths and loss == FIRST:
+                        self.as_long_as_text(pair)
                     wanted += [name for name in self.wanted if name not in wanted]
         self.seeds, self.planning = most, False
         return wanted
