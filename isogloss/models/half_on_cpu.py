@@ -19,7 +19,7 @@ def tell(role, name, dtype, remedy):
         role, name: of a model that computes in it.
         remedy: what sets float32.
     """
-    its = torch.cpu.get_capabilities()
+    its = getattr(torch.cpu, "get_capabilities", dict)()  # not in every torch that is allowed
     needed = INSTRUCTIONS.get(dtype, "")
     if its.get("architecture") == "x86_64" and not its.get(needed, True) and is_first_rank():
         print_line(f"{role} {name} computes in {str(dtype).removeprefix('torch.')}, for which this "
