@@ -3,6 +3,7 @@
 import copy
 import itertools
 import re
+import warnings
 
 import datasets
 import numpy as np
@@ -169,6 +170,22 @@ def test_dynamic_programming_aligns_what_templates_changed(encoders):
     learned = encode_chat(chat, renderings[0], student, "assistant").learned
     assert (alignment.student_chunk[~learned] >= 0).any()
     assert b"what" not in shared
+
+
+SPACED = ("{% for m in messages %}{% if m.role == 'user' %}Q: {{ m.content }}\nA:"
+          "{% else %} {{ m.content }}{{ eos_token }}\n{% endif %}{% endfor %}")
+
+
+def test_a_space_of_one_template_in_front_of_answers_is_told(tokenizers):
+    chat = [asks("how"), says("the index")]
+    spaced = with_templates(tokenizers, teacher_template=SPACED)
+    with pytest.warns(UserWarning, match="the first word of answers is learned from the text alone"):
+        batch = collator(spaced)([chat])
+    assert shared_bytes(spaced, batch) == b" index"
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for templates in ((CHATML, CHATML.replace("<|", "[").replace("|>", "]")), (SPACED, SPACED)):
+            collator(with_templates(tokenizers, *templates))([chat])
 
 
 def test_the_assistants_messages_and_ends_of_turn_are_learned(encoders):

@@ -49,6 +49,7 @@ MESSAGES = {
     "a null content": (dict(ANSWER, content=None, tool_calls=[CALL]), CALLING),
     "no content": ({"role": "assistant", "tool_calls": [CALL]}, CALLING),
     "keys that are null": (dict(USER, tool_calls=None, name=None), USER),
+    "no calls": (dict(USER, tool_calls=[], function_call=""), USER),  # as servers answer
     "a key of its own": (dict(USER, name="Ann"), dict(USER, name="Ann")),
     "arguments as text": (with_call(function={"name": "look_up", "arguments": '{"at": 1e3}'}),) * 2,
     "a bare call": (with_call(name="look_up", arguments='{"at": 1}'), with_call(
@@ -316,3 +317,11 @@ def test_chats_that_are_written_as_json_are_read(tmp_path, streaming):
         reader({"chat": "[1]"}, 3)
     file.write_text(json.dumps({"chat": "[INST] a"}) + "\n" + json.dumps(rows[0]) + "\n")
     assert not holds_chats(load_dataset(str(file), "chat", streaming=streaming), "chat")
+    chats = ["", "[]", "\n " + json.dumps([USER, ANSWER])]
+    file.write_text("".join(json.dumps({"chat": chat}) + "\n" for chat in chats))
+    dataset = load_dataset(str(file), "chat", streaming=streaming)
+    assert holds_chats(dataset, "chat")
+    assert [reader(row).content for row in dataset] == [[], [], [USER, ANSWER]]
+    file.write_text(json.dumps({"chat": str([USER, ANSWER])}) + "\n")
+    with pytest.raises(DataError, match="holds chats as Python prints them"):
+        holds_chats(load_dataset(str(file), "chat", streaming=streaming), "chat")

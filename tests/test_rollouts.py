@@ -391,10 +391,11 @@ def test_the_first_token_of_an_answer_has_one_target_whatever_is_learned_of_the_
         assert torch.equal(target, targets["all"][place]), place
 
 
-def test_chats_without_an_answer_or_a_question_give_no_prompt(chat_encoders):
+def test_the_prompt_of_a_chat_ends_where_its_last_answer_is_or_would_be(chat_encoders):
     of = prompter(chat_encoders[0])
-    with pytest.raises(SkippedPrompt, match="no message of the assistant"):
-        of.prompt(Example(CHAT[:1]), (0, 0))
+    asked_last = of.prompt(Example([*CHAT, *CHAT[:1]]), (0, 0))
+    assert asked_last.messages == [*CHAT, *CHAT[:1]]  # the last question is answered
+    assert of.prompt(Example(CHAT[:1]), (0, 0)).text == of.prompt(Example(CHAT), (0, 0)).text
     with pytest.raises(SkippedPrompt, match="begins with the assistant"):
         of.prompt(Example(CHAT[1:]), (0, 0))
     whole = of.prompt(Example("", prompt=CHAT[:1]), (0, 0))  # a column of prompts has no answer

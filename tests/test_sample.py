@@ -75,6 +75,18 @@ def test_bos_and_eos_are_added_where_the_tokenizer_has_them(encoders, texts):
         assert ids.tolist() == [*plain, table.eos]
 
 
+def test_a_text_that_has_its_own_bos_and_eos_gets_no_other_ones(encoders, texts):
+    """Rendered texts of other tools hold them; twice, the student would learn to write two."""
+    encoder = encoders[0]
+    bos, eos = encoder.tokenizer.bos_token, encoder.tokenizer.eos_token
+    whole = encoder.encode(texts[:1])[0].tolist()
+    for text in (bos + texts[0], texts[0] + eos, bos + texts[0] + eos):
+        assert encoder.encode([text])[0].tolist() == whole
+        located = encoder.locate(np.array(whole), text)
+        assert len(located.begin) == len(whole) == len(encoder._offsets(text))
+    assert encoder.encode(["", bos])[1].tolist() == encoder.encode([""])[0].tolist()
+
+
 # {chat template: bos begins a plain text}, bos being <|im_start|>, which the tokenizer adds not
 BOS_OF_TEMPLATES = {
     "{% for m in messages %}{{ '<|im_start|>' + m['role'] + m['content'] }}{% endfor %}": False,

@@ -199,8 +199,9 @@ class Collator:
             max_lengths.append(pair.encoder.max_length)
         samples = []
         for number, example in enumerate(examples):
-            if example.content is None:
-                student = None
+            content = example.content
+            if content is None or isinstance(content, str) and not content.strip():
+                student = None  # an empty row says nothing, not even how to end
                 pairings = [Pairing()] * len(self.pairs)
             elif isinstance(example.content, str):
                 ids = [of_teacher[number] for of_teacher in teacher_ids]

@@ -389,6 +389,8 @@ def pair_chats(renderings, encoders, aligner="bytes", train_on="assistant"):
     if aligner == "dp":  # finds by itself what the renderings have in common
         return align_dp(student.ids, teacher.ids, *tables)
     regions = common_regions(student, teacher, train_on)
+    if regions:
+        _warn_of_a_space(renderings, encoders, regions[0])
     alignment = align_regions(student.ids, teacher.ids, student.located, teacher.located, regions,
                               *tables)
     if student.has_tools and train_on == "assistant":
@@ -399,6 +401,23 @@ def pair_chats(renderings, encoders, aligner="bytes", train_on="assistant"):
     # What only one side writes counts too, so that fractions are of all that is learned.
     alignment.dropped["unmatched"] += size - alignment.text_bytes
     return alignment._replace(text_bytes=size)
+
+
+def _warn_of_a_space(renderings, encoders, region):
+    """Warn where one side alone spells a space in front of the first Region in its first token.
+
+    To that model this is another word than to the other one.
+    """
+    reaches = []
+    for side, first in zip(renderings, region):
+        is_first = (side.located.begin >= 0) & (side.located.begin < first)
+        begins = side.located.begin[is_first & (side.located.end > first)]
+        reaches.append(any(side.data[begin:first].isspace() for begin in begins))
+    if reaches[0] != reaches[1]:
+        spaced, other = [encoders[i].tokenizer.name_or_path for i in (reaches[1], reaches[0])]
+        warnings.warn(f"the chat template of {spaced} writes a space that belongs to the first token "
+                      f"of an answer, that of {other} does not: the first word of answers is learned "
+                      "from the text alone", stacklevel=2)
 
 
 def _without_openings(alignment, renderings, encoders):

@@ -8,6 +8,7 @@ Tests: tests/test_open_data.py, tests/test_wrong_data.py.
 import glob
 import itertools
 import os
+import re
 import warnings
 from dataclasses import dataclass
 from urllib.parse import urlsplit
@@ -20,6 +21,7 @@ from isogloss.errors import DataError
 
 STRINGS = ("string", "large_string", "string_view")
 ROWS_TO_TRY = 8  # rows that have to tell what a column holds where its type does not
+OF_PYTHON = re.compile(r"\s*\[\s*\{\s*'(role|content|from|value)':")  # a chat as str() writes it
 # columns that data sets of chats have, and that chat templates would be told of
 FOR_MODELS = "system", "system_prompt", "functions", "chat_template_kwargs"
 
@@ -279,7 +281,11 @@ def _holds_objects(feature):
 
 
 def holds_chats(dataset, text_key):
-    """Tell whether the column holds lists of messages, or all its first rows JSON of these."""
+    """Tell whether the column holds lists of messages, or its first rows nothing but JSON of these.
+
+    Raises:
+        DataError: they hold lists of messages as Python writes them.
+    """
     feature = (dataset.features or {}).get(text_key)
     # of a list, the type of its items; of text there is none
     message = getattr(feature, "feature", None)
@@ -292,8 +298,12 @@ def holds_chats(dataset, text_key):
             texts = [row.get(text_key) for row in dataset.take(ROWS_TO_TRY)]
         except ValueError:  # they are no text, as is said where they are checked
             return False
-        if all(isinstance(text, str) and chat_of_text(text) for text in texts):
-            return bool(texts)
+        if all(isinstance(text, str) for text in texts):
+            if any(map(OF_PYTHON.match, texts)):
+                raise DataError(f"--data: {text_key!r} holds chats as Python prints them; write them "
+                                "as lists, or as JSON (json.dumps)")
+            chats = list(map(chat_of_text, texts))
+            return None not in chats and any(chats)
     if feature is None or isinstance(message or feature, datasets.Json):
         # The first rows have to tell: of a stream without declared columns, or where messages
         # differ in their keys or types.

@@ -246,7 +246,8 @@ class ExampleReader:
     def value(self, row, key):
         value = listed(row.get(key))
         if self.has_chats and isinstance(value, str):
-            return chat_of_text(value) or value
+            chat = chat_of_text(value)
+            return value if chat is None else chat
         return value
 
     def problem_of(self, row):

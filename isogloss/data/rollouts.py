@@ -345,13 +345,12 @@ def _is_inside_character(raw, place):
 
 
 def messages_before_rollout(messages, whole):
-    """Return the messages before the assistant's last one; of a column of prompts all of them."""
-    if whole:
-        return list(messages)
-    for number in reversed(range(len(messages))):
-        if messages[number]["role"] == "assistant":
-            return list(messages[:number])
-    raise SkippedPrompt("a chat has no message of the assistant, which a rollout would replace")
+    """Return the messages before the last one if that is the assistant's, else all of them.
+
+    Of a column of prompts all of them are asked.
+    """
+    is_answered = messages and messages[-1]["role"] == "assistant" and not whole
+    return list(messages[:-1] if is_answered else messages)
 
 
 def chat_prompt(messages, encoder, tools=None):

@@ -97,15 +97,21 @@ class TextEncoder:
     def encode(self, texts):
         """Return an int64 array `[bos] text eos` for each text.
 
-        bos is added where `align.adds_bos` says so; eos whenever the tokenizer has one.
+        bos is added where `align.adds_bos` says so; eos whenever the tokenizer has one; neither to
+        a text that has its own.
         """
-        prefix = [self.table.bos] if self._adds_bos else []
-        suffix = [self.table.eos] if self.table.eos >= 0 else []
         encoded = []
         for ids in self._ids_of(texts):
             self.check_ids(ids)
+            prefix, suffix = self._added_to(ids)
             encoded.append(np.array(prefix + ids + suffix, np.int64))
         return encoded
+
+    def _added_to(self, ids):
+        """Return what `encode` puts in front of the ids of a text, and behind them."""
+        prefix = [self.table.bos] if self._adds_bos and ids[:1] != [self.table.bos] else []
+        suffix = [self.table.eos] if self.table.eos >= 0 and ids[-1:] != [self.table.eos] else []
+        return prefix, suffix
 
     def _ids_of(self, texts):
         """Return the ids of each text, without special tokens."""
@@ -139,9 +145,9 @@ class TextEncoder:
         """Return (tokens, 2) characters of the text for each token of `encode`."""
         coded = self.coded(text, return_offsets_mapping=True)
         nowhere = [(0, 0)]  # bos and eos stand for no characters
-        prefix = nowhere if self._adds_bos else []
-        suffix = nowhere if self.table.eos >= 0 else []
-        return np.array([*prefix, *coded["offset_mapping"], *suffix]).reshape(-1, 2)
+        prefix, suffix = self._added_to(coded["input_ids"])
+        offsets = [*nowhere * len(prefix), *coded["offset_mapping"], *nowhere * len(suffix)]
+        return np.array(offsets).reshape(-1, 2)
 
 
 @dataclass

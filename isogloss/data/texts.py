@@ -129,11 +129,11 @@ def is_message(value):
 
 
 def chat_of_text(text):
-    """Return the messages that a text holds as JSON; None: it is another text."""
-    if not text.startswith("["):
-        return None
+    """Return the messages that a text holds as JSON, [] of a blank one; None: it is another text."""
+    if not text.lstrip().startswith("["):
+        return None if text.strip() else []
     try:
         chat = json.loads(text)
     except (ValueError, RecursionError):
         return None
-    return chat if chat and all(map(is_message, chat)) else None
+    return chat if all(map(is_message, chat)) else None
