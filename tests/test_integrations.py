@@ -239,6 +239,8 @@ def test_a_batch_may_hold_rows_of_several_kinds(chat_models):
     batch = distillation.collate(rows)
     apart = [count_terms(distillation.collate([row])) for row in rows]
     assert count_terms(batch) == tuple(map(sum, zip(*apart))) and min(map(min, apart)) > 0
+    as_json = {"messages": json.dumps(rows[list(KINDS).index("messages")]["messages"])}
+    assert count_terms(distillation.collate([as_json])) in apart
     by_worker = pickle.loads(pickle.dumps(distillation.collate))(rows)  # a spawned one
     assert count_terms(by_worker) == count_terms(batch)
     shape = *batch["labels"].shape, len(distillation.student.table)

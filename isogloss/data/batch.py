@@ -200,7 +200,7 @@ class Collator:
         samples = []
         for number, example in enumerate(examples):
             content = example.content
-            if content is None or isinstance(content, str) and not content.strip():
+            if content is None or (isinstance(content, str) and not content.strip()):
                 student = None  # an empty row says nothing, not even how to end
                 pairings = [Pairing()] * len(self.pairs)
             elif isinstance(example.content, str):

@@ -415,9 +415,9 @@ def _warn_of_a_space(renderings, encoders, region):
         reaches.append(any(side.data[begin:first].isspace() for begin in begins))
     if reaches[0] != reaches[1]:
         spaced, other = [encoders[i].tokenizer.name_or_path for i in (reaches[1], reaches[0])]
-        warnings.warn(f"the chat template of {spaced} writes a space that belongs to the first token "
-                      f"of an answer, that of {other} does not: the first word of answers is learned "
-                      "from the text alone", stacklevel=2)
+        warnings.warn(f"the chat template of {spaced} writes a space that belongs to the first "
+                      f"token of an answer, that of {other} does not: the first word of answers is "
+                      "learned from the text alone", stacklevel=2)
 
 
 def _without_openings(alignment, renderings, encoders):

@@ -209,7 +209,7 @@ def _as_message(message, is_filled):
                 warnings.warn(f"messages have a key {key!r}, which is not read: if it says what is "
                               'not learned, name it "weight" and let it be 0 there', stacklevel=2)
     calls = _calls_of(kept)
-    for key in ("function_call", "tool_calls"):  # templates ask whether there is a list, even of none
+    for key in ("function_call", "tool_calls"):  # some templates ask whether there is a list
         kept.pop(key, None)
     if calls:
         kept["tool_calls"] = list(map(_as_call, calls))

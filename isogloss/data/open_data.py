@@ -300,8 +300,8 @@ def holds_chats(dataset, text_key):
             return False
         if all(isinstance(text, str) for text in texts):
             if any(map(OF_PYTHON.match, texts)):
-                raise DataError(f"--data: {text_key!r} holds chats as Python prints them; write them "
-                                "as lists, or as JSON (json.dumps)")
+                raise DataError(f"--data: {text_key!r} holds chats as Python prints them; "
+                                "write them as lists, or as JSON (json.dumps)")
             chats = list(map(chat_of_text, texts))
             return None not in chats and any(chats)
     if feature is None or isinstance(message or feature, datasets.Json):

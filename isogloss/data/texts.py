@@ -129,7 +129,7 @@ def is_message(value):
 
 
 def chat_of_text(text):
-    """Return the messages that a text holds as JSON, [] of a blank one; None: it is another text."""
+    """Return the messages that a text holds as JSON, [] of a blank one; None: it holds others."""
     if not text.lstrip().startswith("["):
         return None if text.strip() else []
     try:

@@ -262,8 +262,8 @@ def reader_of(row, cfg):
             key = keys.get("completion_key") or keys["text_key"]
             return ExampleReader(
                 key, prompt_key=keys.get("prompt_key", ""), is_completion="prompt_key" in keys,
-                source="rows", tools_key="tools", drop_images=cfg.source_options.drop_images,
-                filled=frozenset(["tools", *names]))
+                source="rows", tools_key="tools", has_chats=key == "messages",
+                drop_images=cfg.source_options.drop_images, filled=frozenset(["tools", *names]))
     raise ValueError(f"a row has the columns {', '.join(row)}; expected text, messages, or prompt "
                      "and completion")
 
