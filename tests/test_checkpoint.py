@@ -5,6 +5,9 @@ import json
 import os
 import resource
 import shutil
+import subprocess
+import sys
+import threading
 import time
 from contextlib import redirect_stderr
 from io import StringIO
@@ -15,6 +18,7 @@ import torch
 import torch.distributed as dist
 
 import ranks
+from conftest import ROOT
 from isogloss import distill
 from isogloss.checkpoints import checkpoint
 from isogloss.checkpoints.resume import load_checkpoint
@@ -284,6 +288,28 @@ def test_nodes_that_do_not_share_a_folder(flags, tmp_path):
     assert not list(tmp_path.glob("of_node*"))
     for error in ranks.run(2, start_apart, str(tmp_path)):
         assert "rank 0 would start from ['step_0000001', None, 0], rank 1 from" in error
+
+
+# A process that writes to a folder, until it is killed.
+OTHER_JOB = "import sys, time; from isogloss.job.files import locked; " \
+            "file = locked('', sys.argv[1]); print(flush=True); time.sleep(999)"
+
+
+def test_two_jobs_do_not_write_to_one_folder(flags, tmp_path):
+    """The second one waits for a moment, as for a job that is killed, and ends with one line."""
+    output = tmp_path / "run"
+    output.mkdir()
+    with subprocess.Popen([sys.executable, "-c", OTHER_JOB, output], cwd=ROOT,
+                          stdout=subprocess.PIPE) as other:
+        other.stdout.readline()
+        flags = [*flags, f"--output_dir={output}"]
+        on_ranks = ranks.run(2, outcomes, tmp_path, flags, ["--steps=1"])
+        check_one_line([first for [first] in on_ranks], "another process is writing there; wait")
+        assert [path.name for path in output.iterdir()] == [".lock"]
+        threading.Timer(2, other.kill).start()
+        [[begun], _] = ranks.run(2, outcomes, tmp_path, flags, ["--steps=1"])
+        assert begun.exit_code == 0
+        assert [line["step"] for line in losses_of(output)] == [1]
 
 
 def with_small_disk(folder, flags, changes):
