@@ -229,8 +229,9 @@ def check_inputs(cfg, device, roles=None):
     check_start(cfg, checkpoint)
     convert = False
     if checkpoint:
-        from isogloss.checkpoints.choose import prepare_conversion
+        from isogloss.checkpoints.choose import check_samples, prepare_conversion
 
+        check_samples(checkpoint, data.record())
         convert = prepare_conversion(checkpoint, run_layout(cfg), ds_config)
     inputs = RunInputs(student, teachers, ds_config, data, checkpoint, convert, tasks,
                        router_weight)
