@@ -122,6 +122,10 @@ def train(state, batches, held_out, start, inputs, signals):
         once.save_if_new(state, start, log)
         once.end_if_stopped(state, signals.agree(log.failure), log)
         raise
+    except DataError as error:
+        if dist.get_world_size() == 1:  # else others wait for this rank, and could not save
+            once.save_if_new(state, start, log)
+        raise DataError(f"{error}; {once.describe_last_checkpoint(state)}") from None
     except EngineError as error:
         once.save_if_new(state, start, log)
         log.close()

@@ -68,6 +68,15 @@ def test_a_template_that_refuses_all_chats_ends_the_job(tokenizers, side):
         chat.check_templates(late, READER, encoders)
 
 
+def test_a_late_row_of_json_that_holds_no_chat_ends_the_job(tokenizers):
+    reader = order.ExampleReader("text", has_chats=True)
+    good = [json.dumps(CHAT)] * 33
+    for bad in ("[]]", json.dumps([{"content": "a"}]), json.dumps(CHAT[:1] + [{}])):
+        dataset = datasets.Dataset.from_dict({"text": [*good, bad, *good]})
+        with pytest.raises(DataError, match="row 33 of 'text'"):
+            chat.check_templates(dataset, reader, with_templates(tokenizers))
+
+
 LOOPS = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
 # {chat template that does harm: what is said of it}
 HARMFUL = {

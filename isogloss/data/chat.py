@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
 
+import datasets
 import numpy as np
 
 from isogloss.align import (
@@ -27,13 +28,14 @@ from isogloss.data.chat_rows import (
     EXCLUDING,
     as_messages,
     as_tools,
+    check_rows,
     is_learned,
     problem_of_chat,
     problem_of_tools,
     thought_of,
 )
 from isogloss.data.ends import turn_ends
-from isogloss.data.open_data import first_rows
+from isogloss.data.open_data import STRINGS, first_rows
 from isogloss.data.options.text_keys import read_by_teachers
 from isogloss.data.sample import EncodedText, Pairing, bytes_of_tokens
 from isogloss.data.texts import MOST_CHARACTERS, fits
@@ -495,8 +497,11 @@ def check_have_templates(encoders, where):
 def check_templates(dataset, reader, encoders):
     """Raise a ValueError where a chat template refuses every one of the first chats.
 
-    Warnings say what it leaves out of them.
+    Likewise for a row of JSON that holds no chat.  Warnings say what it leaves out of them.
     """
+    if getattr((dataset.features or {}).get(reader.text_key), "dtype", None) in STRINGS \
+            and isinstance(dataset, datasets.Dataset):
+        check_rows(dataset, reader)  # which is JSON
     examples = []
     rows = first_rows(dataset, CHATS_TO_TRY, reader.text_key, reader.source)
     for number, row in enumerate(rows):
