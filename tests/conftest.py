@@ -150,7 +150,7 @@ def chat_models(models, tmp_path_factory):
         folder = tmp_path_factory.mktemp("chat") / name
         shutil.copytree(model, folder)
         (folder / "chat_template.jinja").write_text(
-            "{% for message in messages %}{{ message.role + ': ' + message.content + '" + end
+            "{% if thinks %}!{% endif %}{% for message in messages %}{{ message.role + ': ' + message.content + '" + end
             + "' }}{% endfor %}")
         folders.append(str(folder))
     return folders

@@ -348,7 +348,11 @@ def test_wrong_data_ends_with_one_line(outcomes, case):
 @pytest.fixture(scope="module")
 def ended_in_mid_run(folder, base):
     """{change: Outcome of the one rank} of what a stream meets on its way."""
-    return run_wrong(1, MID_RUN, [*base, "--streaming"], folder, has_steps=True)
+    # each of them saves where it has ended
+    cases = {f"{case} --output_dir={{folder}}/run_{number}": case
+             for number, case in enumerate(MID_RUN)}
+    ended = run_wrong(1, cases, [*base, "--streaming"], folder, has_steps=True)
+    return {case: ended[change] for change, case in cases.items()}
 
 
 @pytest.mark.slow

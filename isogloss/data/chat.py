@@ -4,6 +4,7 @@ Two templates write different headers around the same messages, so renderings ar
 turn: what the assistant says in both, and the end of its turn by its role.
 """
 
+import inspect
 import itertools
 import re
 import warnings
@@ -14,6 +15,9 @@ from typing import NamedTuple
 
 import datasets
 import numpy as np
+from jinja2 import Environment, TemplateError
+from jinja2.meta import find_undeclared_variables
+from transformers import PreTrainedTokenizerBase
 
 from isogloss.align import (
     Located,
@@ -48,10 +52,12 @@ from isogloss.data.turns import (
     tried,
     write_short_chats,
 )
+from isogloss.flags.parse import DATE
 from isogloss.flags.terminal import one_line
 
 BLANK = "\ue000\ue002"  # for a content, of Unicode's private use area, so it is in no chat
-GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")  # where a template marks the assistant's
+GENERATION = re.compile(r"\{%-?\s*(?:end)?generation\s*-?%\}")  # a mark of the assistant's words
+JINJA = Environment(extensions=["jinja2.ext.loopcontrols"])
 CHATS_TO_TRY = 8  # rows that a chat template has to refuse before the job is refused
 
 
@@ -507,6 +513,7 @@ def check_templates(dataset, reader, encoders):
     for number, row in enumerate(rows):
         examples.append(reader(row, number))
     encoders = list(encoders)
+    check_told(encoders)
     answers = tried(encoders, partial(_try_chats, examples))
     for encoder, (errors, found) in zip(encoders, answers, strict=True):
         if examples and len(errors) == len(examples):
@@ -531,7 +538,40 @@ def _try_chats(examples, encoder):
     for example in examples:
         Template(encoder, example.tools).try_write(example.content, is_prompt=True)
         found.update(doubts(example.content, encoder, example.tools))
+        found.update(_ends_no_answer(example, encoder))
     return errors, found
+
+
+def _ends_no_answer(example, encoder):
+    """Return [the doubt] where no token ends what the assistant says in a chat; else []."""
+    try:
+        turns = render(example.content, encoder, example.tools).turns
+    except SkippedChat:
+        return []
+    if not turns or any(turn.stop is not None for turn in turns):
+        return []
+    return ["ends no answer with a token, from which a student would learn to stop; write "
+            "{{ eos_token }} behind answers"]
+
+
+def check_told(encoders):
+    """Raise a ValueError for a key of --template_kwargs that no chat template reads."""
+    # `apply_chat_template` reads some itself, as chat_template, which is another template
+    write = PreTrainedTokenizerBase.apply_chat_template
+    read = {DATE, *inspect.signature(write).parameters}
+    for encoder in encoders:
+        templates = encoder.tokenizer.chat_template or ""
+        named = templates.values() if isinstance(templates, dict) else [templates]
+        for template in [*named, str(encoder.template_kwargs.get("chat_template", ""))]:
+            try:
+                read |= find_undeclared_variables(JINJA.parse(GENERATION.sub("", template)))
+            except TemplateError:  # as is said when it writes
+                return
+        if type(encoder.tokenizer).apply_chat_template is not write:  # code of its own
+            return
+    for name in encoders[0].template_kwargs.keys() - read if encoders else ():
+        raise ValueError(f"--template_kwargs: no chat template reads {name}; correct the name, or "
+                         "leave it out")
 
 
 def learned_tokens(example, encoder, train_on):

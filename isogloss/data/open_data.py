@@ -320,7 +320,8 @@ def _check_type(source, dataset, text_key):
     if feature is None:
         first_rows(dataset, 1, text_key, source)
     elif not holds_chats(dataset, text_key):
-        if isinstance(next(iter(dataset.take(1)), {}).get(text_key), str):
+        is_mixed = isinstance(feature, datasets.Json)
+        if is_mixed and isinstance(next(iter(dataset.take(1)), {}).get(text_key), str):
             first_rows(dataset, ROWS_TO_NAME, text_key, source)
         _check_dtype(source, feature, text_key)
 
