@@ -11,6 +11,7 @@ flags of isogloss/config.py.  The step is `train_step`.  CPU ranks work as GPUs 
 """
 
 import operator
+import os
 import sys
 import time
 from contextlib import ExitStack, closing
@@ -33,6 +34,7 @@ from isogloss.errors import CannotSave, DataError, EngineError, EngineStopped
 from isogloss.inputs import check_inputs
 from isogloss.job import launch, rendezvous, watch
 from isogloss.job.counts import device_sums
+from isogloss.job.files import locked
 from isogloss.job.monitors import guarded_monitors
 from isogloss.job.step_report import StepReport
 from isogloss.job.transfers import Moment, Readback
@@ -58,6 +60,9 @@ def train_student(cfg, roles, device):
     """Run a rank of the student from its inputs to its export."""
     with launch.fail_together(roles, "inputs"):
         inputs = check_inputs(cfg, device, roles)
+        if dist.get_rank() == 0:
+            os.makedirs(cfg.output_dir, exist_ok=True)
+            inputs.lock = locked("--output_dir", cfg.output_dir)
     build.announce_teachers(inputs, roles)
     launch.seed_draws(cfg.seed + dist.get_rank())  # of dropout; the order of the data has its own
     with launch.fail_together(roles, "models"):
@@ -117,6 +122,10 @@ def train(state, batches, held_out, start, inputs, signals):
         once.save_if_new(state, start, log)
         once.end_if_stopped(state, signals.agree(log.failure), log)
         raise
+    except DataError as error:
+        if dist.get_world_size() == 1:  # else others wait for this rank, and could not save
+            once.save_if_new(state, start, log)
+        raise DataError(f"{error}; {once.describe_last_checkpoint(state)}") from None
     except EngineError as error:
         once.save_if_new(state, start, log)
         log.close()

@@ -10,12 +10,11 @@ into shards, whose content does not depend on the ranks; each appears whole, and
 ended goes on with those that are missing.  The format is in cache_files.py.
 """
 
-import fcntl
 import hashlib
 import itertools
 import shutil
 import time
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from datetime import date
 from functools import partial
@@ -43,7 +42,7 @@ from isogloss.errors import DataError, EngineError
 from isogloss.flags.model_names import is_address, read_model_name, without_secrets
 from isogloss.inputs import load_text_encoder, open_rows
 from isogloss.job import launch
-from isogloss.job.files import check_shared, size_and_checksum
+from isogloss.job.files import check_shared, locked, size_and_checksum
 from isogloss.job.rendezvous import TRAINING_TIMEOUT, set_timeout, values_of_ranks
 from isogloss.job.watch import end_together, end_with_launchers, signal_handlers_restored
 from isogloss.models.pretrained import load_config
@@ -290,18 +289,6 @@ def check_space(folder, manifest, positions):
         print(line, flush=True)
 
 
-@contextmanager
-def locked(folder):
-    """Keep other writers out of a folder, on rank 0."""
-    with open(folder / ".lock", "w") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            raise ValueError(f"--output {folder}: another process is writing there; wait for "
-                             "it") from None
-        yield
-
-
 # --- the teacher reads ----------------------------------------------------------------------------
 
 
@@ -539,7 +526,7 @@ def run(args, device, source=None):
     with ExitStack() as stack:
         with launch.fail_together(what=f"folder of {folder}"):
             if is_first:
-                stack.enter_context(locked(folder))
+                stack.enter_context(locked("--output", folder))
                 prepare_folder(folder, manifest, texts, args)
         with launch.fail_together(what=f"teacher of {folder}"):
             if source is None:

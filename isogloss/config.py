@@ -470,6 +470,7 @@ class Config(ModelFlags, DataFlags, LossFlags, OnPolicyFlags,
     source_options: ClassVar[SourceOptions] = SourceOptions()  # see kinds/mixed.py
     max_logp_gap: ClassVar[float] = 0.1  # nats, see docs/on_policy.md.  Not tuned.
     of_teachers: ClassVar[dict | None] = None  # see `configs_by_teacher`
+    losses: ClassVar = staticmethod(loss_table)  # for rooms that know no Config
 
     @classmethod
     def read(cls, words):
@@ -638,36 +639,6 @@ class Config(ModelFlags, DataFlags, LossFlags, OnPolicyFlags,
     def follows_student(self):
         """Whether the loss compares what the student finds most likely."""
         return self.loss_topk > 0 and self.options_of_loss.get("topk_of") == "student"
-
-    def reading_of_rest(self, student, encoder):
-        """Return how the loss reads truncated rows: (temperature of the rest, does it read draws?).
-
-        What sums up tokens before it softens the sums reads them at temperature 1, and is not
-        linear in them at another one.
-
-        Args:
-            student, encoder: TextEncoder of the student and of the teacher.
-        """
-        spec = loss_table()[self.loss]
-        if not self.softens_truncated:
-            return 1.0, spec.reads_draws(self)
-        sums_first = spec.needs == "spellings"
-        if sums_first and not student.has_tokenizer_of(encoder):
-            return 1.0, False
-        return self.temperature, spec.reads_draws(self)
-
-    def check_truncated(self, what, ways=("softened", "text")):
-        """Raise a ValueError where the loss needs more of a teacher than the tokens that are kept.
-
-        Args:
-            what: truncates, for the message.
-            ways: `LossSpec.truncated` of the losses for which they are enough.
-        """
-        fitting = [name for name, spec in loss_table().items() if spec.truncated in ways]
-        # with --teachers each entry is checked
-        if self.kd_weight and not self.teachers and self.loss not in fitting:
-            raise ValueError(f"{what} with --loss {self.loss}: this loss reads others, too; keep "
-                             f"hidden states, or use one of {', '.join(fitting)}")
 
     def _check_teachers(self):
         kind = self.teacher_kind

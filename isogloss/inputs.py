@@ -146,6 +146,7 @@ class RunInputs:
         convert: the checkpoint was written in another layout.
         tasks: TaskSuite, or None.
         router_weight: of the loss of the student's routers, 0: they have none.
+        lock: file that keeps other jobs out of --output_dir until this one ends.
     """
 
     student: TextEncoder
@@ -156,6 +157,7 @@ class RunInputs:
     convert: bool = False
     tasks: "TaskSuite | None" = None
     router_weight: float = 0.0
+    lock: object = None
 
     def collator(self, cfg, device):
         """Return the Collator of the run, whose Config and device these are."""
@@ -227,8 +229,9 @@ def check_inputs(cfg, device, roles=None):
     check_start(cfg, checkpoint)
     convert = False
     if checkpoint:
-        from isogloss.checkpoints.choose import prepare_conversion
+        from isogloss.checkpoints.choose import check_samples, prepare_conversion
 
+        check_samples(checkpoint, data.record())
         convert = prepare_conversion(checkpoint, run_layout(cfg), ds_config)
     inputs = RunInputs(student, teachers, ds_config, data, checkpoint, convert, tasks,
                        router_weight)

@@ -135,6 +135,7 @@ class Log:
         self.pending = None  # (step, function that returns its metrics)
         self.failure = ""
         self.first_bits = None
+        self.sources = sources
         if not self.is_active:
             return
         if description:

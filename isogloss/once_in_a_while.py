@@ -341,6 +341,7 @@ def save(state, step, log):
     extra = {"scales": state.scales, "taught": state.taught.terms}
     extra["due"] = [] if state.bad_steps.count else state.due
     extra["place"] = state.places.before(good_step * state.samples_per_step)
+    extra["samples"] = [source["samples"] for source in log.sources]
     if state.writer:
         extra["rollouts"] = state.writer.state()
 

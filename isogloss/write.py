@@ -60,7 +60,7 @@ from isogloss.errors import DataError, EngineError
 from isogloss.flags.model_names import is_address, without_secrets
 from isogloss.inputs import load_text_encoder, open_rows
 from isogloss.job import launch
-from isogloss.job.files import check_shared, scratch_of, sync, write_atomically
+from isogloss.job.files import check_shared, locked, scratch_of, sync, write_atomically
 from isogloss.job.rendezvous import TRAINING_TIMEOUT, set_timeout, values_of_ranks
 from isogloss.job.watch import end_together, end_with_launchers, signal_handlers_restored
 from isogloss.projection_tools.tokenizers import reason_of
@@ -547,7 +547,7 @@ def run(args, device):
                 if is_first:
                     with naming(path):
                         folder.mkdir(parents=True, exist_ok=True)
-                        stack.enter_context(cache.locked(folder))
+                        stack.enter_context(locked("--output", folder))
                         write_atomically(folder / "header.json", json.dumps({HEADER: header}))
             with launch.fail_together(what=f"teacher of {path}"):
                 writer = load_writer(args, encoder, spec, device)

@@ -22,7 +22,7 @@ from isogloss.data.batch import Collator, PairOptions
 from isogloss.errors import DataError
 from isogloss.flags.parse import parse_flags
 from isogloss.inputs import load_text_encoder
-from isogloss.job.files import scratch_of
+from isogloss.job.files import locked, scratch_of
 from isogloss.job.launch import start_distributed
 from isogloss.job.watch import end_together
 from isogloss.teachers import cache_files, packed_rows
@@ -382,7 +382,7 @@ def test_what_does_not_fit_ends_with_one_line(models, untied, texts, data, cache
 
 def end_beside_another(argv, folder):
     """Return the line with which a writer ends while another one writes to a folder."""
-    with cache.locked(folder):
+    with locked("--output", folder):
         return end_of_writer(argv)
 
 

@@ -5,6 +5,9 @@ import json
 import os
 import resource
 import shutil
+import subprocess
+import sys
+import threading
 import time
 from contextlib import redirect_stderr
 from io import StringIO
@@ -15,9 +18,11 @@ import torch
 import torch.distributed as dist
 
 import ranks
+from conftest import ROOT
 from isogloss import distill
 from isogloss.checkpoints import checkpoint
 from isogloss.checkpoints.resume import load_checkpoint
+from isogloss.errors import DataError
 from isogloss.job import files
 from isogloss.job.launch import start_distributed
 from jobs import ds_config, job_for, losses_of, run_distill, short_run
@@ -284,6 +289,53 @@ def test_nodes_that_do_not_share_a_folder(flags, tmp_path):
     assert not list(tmp_path.glob("of_node*"))
     for error in ranks.run(2, start_apart, str(tmp_path)):
         assert "rank 0 would start from ['step_0000001', None, 0], rank 1 from" in error
+
+
+# A process that writes to a folder, until it is killed.
+OTHER_JOB = "import sys, time; from isogloss.job.files import locked; " \
+            "file = locked('', sys.argv[1]); print(flush=True); time.sleep(999)"
+
+
+def test_two_jobs_do_not_write_to_one_folder(flags, tmp_path):
+    """The second one waits for a moment, as for a job that is killed, and ends with one line."""
+    output = tmp_path / "run"
+    output.mkdir()
+    with subprocess.Popen([sys.executable, "-c", OTHER_JOB, output], cwd=ROOT,
+                          stdout=subprocess.PIPE) as other:
+        other.stdout.readline()
+        flags = [*flags, f"--output_dir={output}"]
+        on_ranks = ranks.run(2, outcomes, tmp_path, flags, ["--steps=1"])
+        check_one_line([first for [first] in on_ranks], "another process is writing there; wait")
+        assert [path.name for path in output.iterdir()] == [".lock"]
+        threading.Timer(2, other.kill).start()
+        [[begun], _] = ranks.run(2, outcomes, tmp_path, flags, ["--steps=1"])
+        assert begun.exit_code == 0
+        assert [line["step"] for line in losses_of(output)] == [1]
+
+
+def with_bad_row(folder, flags):
+    """Return the Outcomes of a run that meets a bad row in its third step, and of the next one."""
+    draw = distill.next_micro_batches
+
+    def draw_good_rows(state, batches, step):
+        if step == 3:
+            raise DataError("row 7 is none")
+        return draw(state, batches, step)
+
+    distill.next_micro_batches = draw_good_rows
+    ended = outcomes(folder, flags, [""])
+    distill.next_micro_batches = draw
+    return ended + outcomes(folder, flags, ["", f"--output_dir={folder}/whole"])
+
+
+def test_a_bad_row_in_the_middle_costs_no_step(flags, tmp_path):
+    """Of a job of one rank: of several the others wait for the one that has met it."""
+    flags = [*flags, f"--output_dir={tmp_path / 'run'}", "--steps=4"]
+    [[bad, again, whole]] = ranks.run(1, with_bad_row, str(tmp_path), flags)
+    last = tmp_path / "run" / "checkpoints" / "step_0000002"
+    assert bad.exit_code == 2 and again.exit_code == whole.exit_code == 0
+    assert f"row 7 is none; the last good checkpoint is {last}" in bad.stderr
+    assert losses_of(tmp_path / "run") == losses_of(tmp_path / "whole")
 
 
 def with_small_disk(folder, flags, changes):

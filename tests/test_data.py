@@ -4,6 +4,7 @@ import itertools
 import json
 import os
 import signal
+import warnings
 
 import datasets
 import pytest
@@ -66,6 +67,56 @@ def test_a_template_that_refuses_all_chats_ends_the_job(tokenizers, side):
     num_others = chat.CHATS_TO_TRY - 1
     with pytest.raises(ValueError, match=f"the other {num_others} of the first chats too"):
         chat.check_templates(late, READER, encoders)
+
+
+def test_a_late_row_of_json_that_holds_no_chat_ends_the_job(tokenizers):
+    reader = order.ExampleReader("text", has_chats=True)
+    good = [json.dumps(CHAT)] * 33
+    for bad in ("[]]", json.dumps([{"content": "a"}]), json.dumps(CHAT[:1] + [{}])):
+        dataset = datasets.Dataset.from_dict({"text": [*good, bad, *good]})
+        with pytest.raises(DataError, match="row 33 of 'text'"):
+            chat.check_templates(dataset, reader, with_templates(tokenizers))
+
+
+ALPACA = ("{% for m in messages %}### {{ 'Response' if m.role == 'assistant' else 'Instruction' }}"
+          ":\n{{ m.content }}\n\n{% endfor %}")
+
+
+@pytest.mark.parametrize("template, is_said", [
+    (ALPACA, True),
+    (ALPACA.replace("{% endfor %}", "{{ eos_token }}{% endfor %}"), False),
+    (ALPACA.replace("{% endfor %}", "<|stop|>{% endfor %}"), True),  # no token of this tokenizer
+])
+def test_a_template_that_ends_no_answer_is_named(tokenizers, template, is_said):
+    encoders = with_templates(tokenizers, student_template=template)
+    dataset = datasets.Dataset.from_dict({"text": [CHAT, CHAT[:1], CHAT[:2]]})
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        chat.check_templates(dataset, READER, encoders)
+    ends = [str(line.message) for line in said if "ends no answer" in str(line.message)]
+    assert len(ends) == is_said
+    assert all("(2 of the first 3 chats)" in line for line in ends)
+
+
+@pytest.mark.parametrize("side", [0, 1])
+def test_a_key_that_no_template_reads_is_refused(tokenizers, side):
+    asks = "{%- if thinks is defined and thinks %}{% generation %}a{% endgeneration %}{% endif %}"
+    dataset = datasets.Dataset.from_dict({"text": [CHAT]})
+    for template in (asks, {"default": "", "tool_use": asks}, "chat_template", "{{ broken"):
+        encoders = with_templates(tokenizers)
+        told = {"thinks": True}
+        if template == "chat_template":  # of --template_kwargs, in place of the tokenizer's
+            told[template] = asks
+        else:
+            encoders[side].tokenizer.chat_template = template
+        for encoder in encoders:
+            encoder.template_kwargs = told
+        chat.check_told(encoders)
+        for encoder in encoders:
+            encoder.template_kwargs = {"thinsk": True, "strftime_now": "2026-05-01"}
+        if template != "{{ broken":
+            with pytest.raises(ValueError, match="no chat template reads thinsk; correct"):
+                chat.check_templates(dataset, READER, encoders)
 
 
 LOOPS = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"

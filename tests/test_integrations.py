@@ -1,8 +1,10 @@
 """integrations.py: the loss of distill.py inside of other trainers, on the same rows."""
 
 import json
+import math
 import pickle
 import re
+import shutil
 import types
 import warnings
 from pathlib import Path
@@ -34,6 +36,17 @@ KINDS = {
                    ["--prompt_key=prompt", "--completion_key=completion"]),
 }
 ROWS = 8
+
+
+@pytest.fixture(scope="module")
+def chat_models(chat_models, tmp_path_factory):
+    """Those of all tests, and a student with a context as large as the trainers' default lengths.
+    """
+    student = tmp_path_factory.mktemp("long") / "student"
+    shutil.copytree(chat_models[0], student)
+    config = json.loads((student / "config.json").read_text())
+    (student / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 8192}))
+    return [str(student), chat_models[1]]
 
 
 @pytest.fixture(scope="module")
@@ -340,6 +353,7 @@ def test_wrong_arguments_are_refused(chat_models):
                          ({"loss": "x"}, "--loss x: expected one of"),
                          ({"loss": "projection_kl", "loss_options": {"projection_topk": 5}},
                           "projection_topk has no part here"),
+                         ({"template_kwargs": '{"thinsk": 1}'}, "template reads thinsk; correct"),
                          ({"max_length": 1}, "--max_length 1: expected 2 or more")]:
         with pytest.raises(ValueError, match=words):
             Distillation(tokenizer, chat_models[1], **flags)
@@ -390,6 +404,34 @@ def test_a_trainer_says_what_is_missing_or_teaches_nothing(chat_models, tmp_path
                    processing_class=AutoTokenizer.from_pretrained(chat_models[0]))
     with pytest.warns(UserWarning, match="a step has 0 tokens to learn and 0 terms"):
         trainer.train()
+
+
+def test_a_loss_of_no_held_out_label_is_not_known(chat_models, tmp_path):
+    """A 0 would be the best of all losses."""
+    question = {"role": "user", "content": "nobody answers"}
+    answered = {"messages": [question, {"role": "assistant", "content": "somebody does"}]}
+    trainer = distilled(Trainer, chat_models[1], max_length=60)(
+        AutoModelForCausalLM.from_pretrained(chat_models[0]),
+        args=trainer_of("Trainer", tmp_path)[1], train_dataset=[answered] * ROWS,
+        processing_class=AutoTokenizer.from_pretrained(chat_models[0]))
+    with pytest.warns(UserWarning, match="have nothing to learn, .* so their loss is not known"):
+        metrics = trainer.evaluate([{"messages": [question]}] * 3)
+    assert math.isnan(metrics["eval_loss"]) and "eval_ce" not in metrics
+    mixed = trainer.evaluate([{"messages": [question]}] * 3 + [answered])
+    assert mixed["eval_loss"] == pytest.approx(trainer.evaluate([answered])["eval_loss"], rel=1e-6)
+
+
+@pytest.mark.parametrize("flags", [{}, {"max_length": 257}])
+def test_a_length_beyond_the_students_context_is_refused(chat_models, tmp_path, flags):
+    student = AutoModelForCausalLM.from_pretrained(chat_models[0])
+    student.config.max_position_embeddings = 256
+    needed = {"args": trainer_of("Trainer", tmp_path)[1], "train_dataset": [{"text": "a"}],
+              "processing_class": AutoTokenizer.from_pretrained(chat_models[0])}
+    length = flags.get("max_length", 512)
+    with pytest.raises(ValueError, match=f"max_length={length}: the student has a context of 256"):
+        distilled(Trainer, chat_models[1], **flags)(student, **needed)
+    made = distilled(Trainer, chat_models[1], max_length=256)(student, **needed)
+    assert made.distillation.student.max_length == 256
 
 
 class SFT:

@@ -19,7 +19,16 @@ from isogloss.checkpoints.run_identity import expected_identity, run_identity
 from isogloss.config import Config
 from isogloss.inputs import check_start
 from isogloss.log import LOGS, Log, check_logs
-from jobs import check_same_curve, ds_config, losses_of, run_all, run_distill, write_corpus
+from jobs import (
+    check_same_curve,
+    ds_config,
+    losses_of,
+    run_all,
+    run_and_listen,
+    run_distill,
+    short_run,
+    write_corpus,
+)
 
 # --- what may change ------------------------------------------------------------------------------
 
@@ -161,6 +170,32 @@ def test_fewer_steps_than_were_taken_are_refused(tmp_path):
         check_start(distill.Config(student="s", data="d", teacher="t", steps=steps), tmp_path)
     with pytest.raises(ValueError, match=f"--steps 3: {tmp_path} has taken 4 already; give more"):
         check_start(distill.Config(student="s", data="d", teacher="t", steps=3), tmp_path)
+
+
+def test_data_that_have_grown_are_refused(models, texts, tmp_path):
+    """Their order is another, so that texts would be read twice or never."""
+    flags = short_run(models, texts, tmp_path, f"--output_dir={tmp_path / 'run'}", "--kd_weight=0")
+    [(codes, _)] = ranks.run(1, run_and_listen, [*flags, "--steps=1"])
+    assert codes == [0]
+    data = tmp_path / "corpus20.jsonl"
+    rows = data.read_text()
+    data.write_text(f"{rows}\n{rows}")
+    [(codes, said)] = ranks.run(1, run_and_listen, [*flags, "--steps=2"])
+    assert codes == [2] and said.count("\n") == 1
+    assert "step_0000001 was written with 20 samples, and there are 40, whose order" in said
+    data.write_text(rows)
+    [(codes, _)] = ranks.run(1, run_and_listen, [*flags, "--steps=2"])
+    assert codes == [0]
+
+
+def test_an_older_checkpoint_does_not_know_how_many_samples_there_were(tmp_path):
+    sources = [{"name": "a", "samples": None}, {"name": "b", "samples": 7}]
+    for state in ({}, {"state": {}}, {"state": {"samples": [None, 7]}}):
+        (tmp_path / "position.json").write_text(json.dumps(state))
+        choose.check_samples(tmp_path, sources)
+    sources[1]["samples"] = 8
+    with pytest.raises(ValueError, match="was written with 7 samples of b, and there are 8,"):
+        choose.check_samples(tmp_path, sources)
 
 
 # --- layouts --------------------------------------------------------------------------------------

@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import jobs
 import ranks
-from isogloss import cache, rollout, write
+from isogloss import rollout, write
 from isogloss.command import TOOLS, AnswerArgs
 from isogloss.data.batch_types import Example
 from isogloss.data.file_rows import HEADER
@@ -27,6 +27,7 @@ from isogloss.environments.episode import Episode
 from isogloss.errors import DataError
 from isogloss.flags.parse import parse_flags
 from isogloss.inputs import load_text_encoder
+from isogloss.job.files import locked
 from isogloss.job.launch import silence_libraries, start_distributed
 from isogloss.job.watch import end_together
 from isogloss.writing.served_writer import Answer
@@ -545,6 +546,6 @@ def test_a_full_disk_is_one_line_and_the_command_goes_on(folder, tmp_path):
 def test_two_commands_do_not_write_one_file(folder, tmp_path):
     args = flags_of(folder, tmp_path / "w.jsonl")
     (tmp_path / "w.jsonl.parts").mkdir()
-    with cache.locked(tmp_path / "w.jsonl.parts"):
+    with locked("--output", tmp_path / "w.jsonl.parts"):
         [line] = ranks.run(1, end_of, args)
     assert "another process is writing there" in line and line.count("\n") == 1

@@ -115,7 +115,8 @@ FILES = {
     "words_in_lists.jsonl": (rows(["a", "b"], ["c"]), "holds lists of string, expected text"),
     "nulls.jsonl": (rows(None, None), "holds null, expected text"),
     "one_null.jsonl": (rows("a", "b", None), "row 2 of 'text' is null"),
-    "mixed.jsonl": (rows("a", "b", 3), "mixed"),
+    "mixed.jsonl": (rows("a", "b", 3), "row 2 of 'text' holds 3, expected text"),
+    "late_list.jsonl": (rows(*["a"] * 9, ["b"]), "row 9 of 'text': message 0 "),
     "mixed_lists.jsonl": (rows("a", ["b"]), "mixed"),
     "bytes.parquet": (parquet(table(b"a", b"b")), "holds binary, expected text"),
     "twice.parquet": (parquet(pa.table([["a"], ["b"]], names=["text", "text"])),
@@ -146,6 +147,10 @@ FILES = {
                       "row 1 of 'text': message 1 has no role"),
     "no_content.jsonl": (rows(CHAT, CHAT, [USER, {"role": "assistant"}]),
                          "row 2 of 'text': message 1 has no content"),
+    "late_text.jsonl": (rows(*[json.dumps(CHAT)] * 33, "[]]"),
+                        "row 33 of 'text' holds '[]]', and the first rows hold chats"),
+    "late_no_role.jsonl": (rows(*[json.dumps(CHAT)] * 33, json.dumps([USER, {"role": "user"}])),
+                           "row 33 of 'text': message 1 has no content"),
     "null_message.jsonl": (rows(CHAT, [USER, None]), "row 1 of 'text': message 1 is null"),
     "half_weight.jsonl": (rows(CHAT, [USER, dict(ASSISTANT, weight=0.5)]),
                           "row 1 of 'text': message 1 has a 'weight' that is 0.5, expected 0 or 1"),
@@ -343,7 +348,11 @@ def test_wrong_data_ends_with_one_line(outcomes, case):
 @pytest.fixture(scope="module")
 def ended_in_mid_run(folder, base):
     """{change: Outcome of the one rank} of what a stream meets on its way."""
-    return run_wrong(1, MID_RUN, [*base, "--streaming"], folder, has_steps=True)
+    # each of them saves where it has ended
+    cases = {f"{case} --output_dir={{folder}}/run_{number}": case
+             for number, case in enumerate(MID_RUN)}
+    ended = run_wrong(1, cases, [*base, "--streaming"], folder, has_steps=True)
+    return {case: ended[change] for change, case in cases.items()}
 
 
 @pytest.mark.slow

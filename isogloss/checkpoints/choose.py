@@ -99,6 +99,25 @@ def check_identity(choice, checkpoint, identity):
         "same settings or another --output_dir")
 
 
+def check_samples(checkpoint, sources):
+    """Raise a ValueError where the data have grown or shrunk since a checkpoint was written.
+
+    Their order would be another.
+
+    Args:
+        sources: of `inputs.RunData.record`.
+    """
+    # an older checkpoint says nothing; of a stream nobody knows
+    saved = position_of(checkpoint).get("state", {}).get("samples", ())
+    for before, source in zip(saved, sources):
+        if before != source["samples"]:
+            named = f" of {source['name']}" if source["name"] else ""
+            raise ValueError(
+                f"--data: {checkpoint} was written with {before} samples{named}, and there are "
+                f"{source['samples']}, whose order is another; use the same data or another "
+                "--output_dir")
+
+
 def prepare_conversion(checkpoint, layout, ds_config):
     """Return whether a checkpoint was written in another layout; the ds_config then says so.
 

@@ -4,6 +4,7 @@ Two templates write different headers around the same messages, so renderings ar
 turn: what the assistant says in both, and the end of its turn by its role.
 """
 
+import inspect
 import itertools
 import re
 import warnings
@@ -12,7 +13,11 @@ from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
 
+import datasets
 import numpy as np
+from jinja2 import Environment, TemplateError
+from jinja2.meta import find_undeclared_variables
+from transformers import PreTrainedTokenizerBase
 
 from isogloss.align import (
     Located,
@@ -27,13 +32,14 @@ from isogloss.data.chat_rows import (
     EXCLUDING,
     as_messages,
     as_tools,
+    check_rows,
     is_learned,
     problem_of_chat,
     problem_of_tools,
     thought_of,
 )
 from isogloss.data.ends import turn_ends
-from isogloss.data.open_data import first_rows
+from isogloss.data.open_data import STRINGS, first_rows
 from isogloss.data.options.text_keys import read_by_teachers
 from isogloss.data.sample import EncodedText, Pairing, bytes_of_tokens
 from isogloss.data.texts import MOST_CHARACTERS, fits
@@ -46,10 +52,12 @@ from isogloss.data.turns import (
     tried,
     write_short_chats,
 )
+from isogloss.flags.parse import DATE
 from isogloss.flags.terminal import one_line
 
 BLANK = "\ue000\ue002"  # for a content, of Unicode's private use area, so it is in no chat
-GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")  # where a template marks the assistant's
+GENERATION = re.compile(r"\{%-?\s*(?:end)?generation\s*-?%\}")  # a mark of the assistant's words
+JINJA = Environment(extensions=["jinja2.ext.loopcontrols"])
 CHATS_TO_TRY = 8  # rows that a chat template has to refuse before the job is refused
 
 
@@ -514,13 +522,17 @@ def check_have_templates(encoders, where):
 def check_templates(dataset, reader, encoders):
     """Raise a ValueError where a chat template refuses every one of the first chats.
 
-    Warnings say what it leaves out of them.
+    Likewise for a row of JSON that holds no chat.  Warnings say what it leaves out of them.
     """
+    if getattr((dataset.features or {}).get(reader.text_key), "dtype", None) in STRINGS \
+            and isinstance(dataset, datasets.Dataset):
+        check_rows(dataset, reader)  # which is JSON
     examples = []
     rows = first_rows(dataset, CHATS_TO_TRY, reader.text_key, reader.source)
     for number, row in enumerate(rows):
         examples.append(reader(row, number))
     encoders = list(encoders)
+    check_told(encoders)
     answers = tried(encoders, partial(_try_chats, examples))
     for encoder, (errors, found) in zip(encoders, answers, strict=True):
         if examples and len(errors) == len(examples):
@@ -545,7 +557,40 @@ def _try_chats(examples, encoder):
     for example in examples:
         Template(encoder, example.tools).try_write(example.content, is_prompt=True)
         found.update(doubts(example.content, encoder, example.tools))
+        found.update(_ends_no_answer(example, encoder))
     return errors, found
+
+
+def _ends_no_answer(example, encoder):
+    """Return [the doubt] where no token ends what the assistant says in a chat; else []."""
+    try:
+        turns = render(example.content, encoder, example.tools).turns
+    except SkippedChat:
+        return []
+    if not turns or any(turn.stop is not None for turn in turns):
+        return []
+    return ["ends no answer with a token, from which a student would learn to stop; write "
+            "{{ eos_token }} behind answers"]
+
+
+def check_told(encoders):
+    """Raise a ValueError for a key of --template_kwargs that no chat template reads."""
+    # `apply_chat_template` reads some itself, as chat_template, which is another template
+    write = PreTrainedTokenizerBase.apply_chat_template
+    read = {DATE, *inspect.signature(write).parameters}
+    for encoder in encoders:
+        templates = encoder.tokenizer.chat_template or ""
+        named = templates.values() if isinstance(templates, dict) else [templates]
+        for template in [*named, str(encoder.template_kwargs.get("chat_template", ""))]:
+            try:
+                read |= find_undeclared_variables(JINJA.parse(GENERATION.sub("", template)))
+            except TemplateError:  # as is said when it writes
+                return
+        if type(encoder.tokenizer).apply_chat_template is not write:  # code of its own
+            return
+    for name in encoders[0].template_kwargs.keys() - read if encoders else ():
+        raise ValueError(f"--template_kwargs: no chat template reads {name}; correct the name, or "
+                         "leave it out")
 
 
 def learned_tokens(example, encoder, train_on):

@@ -11,6 +11,7 @@ Tests: tests/test_chat_rows.py.
 
 import itertools
 import json
+import time
 import warnings
 
 import pyarrow as pa
@@ -31,6 +32,8 @@ THOUGHT_PARTS = "thinking", "reasoning"  # types of parts of a content
 # Keys that say whether a message is learned -> the value that says no; the other one of 0 and 1.
 EXCLUDING = {"weight": 0, "loss": 0, "train": 0, "trainable": 0, "training": 0, "loss_mask": 0,
              "loss_weight": 0, "masked": 1}
+CHECK_SECONDS = 10  # for which JSON is checked before the first step
+ROWS_TO_CHECK = 1000  # of it at a time; at least so many are
 STAND_IN = 918_273_645_000_000  # and more: numbers that are in no chat
 EXCLUDING_WORDS = "mask", "loss", "train"  # in a key that may say so, too
 # Names that no template knows for the assistant and the user -> theirs, in any case.
@@ -431,6 +434,20 @@ def _with_ids(messages):
             message = message | {"tool_call_id": name}
         changed.append(message | {"tool_calls": calls} if calls else message)
     return changed
+
+
+def check_rows(dataset, check):
+    """Call check(row, number) for the rows of a data set, as far as there is time.
+
+    Of these values Arrow knows nothing.  The others are looked at when their turn comes.
+    """
+    deadline = time.monotonic() + CHECK_SECONDS
+    numbers = itertools.count()
+    for batch in dataset.iter(ROWS_TO_CHECK):
+        for row in listed(batch):
+            check(row, next(numbers))
+        if time.monotonic() > deadline:
+            return
 
 
 def check_messages(source, column, text_key):

@@ -15,7 +15,6 @@ import gzip
 import io
 import lzma
 import os
-import time
 import zlib
 from contextlib import contextmanager
 from pathlib import Path
@@ -46,8 +45,6 @@ def _open_zstd(file, mode):
 OPENERS = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open, ".zst": _open_zstd}
 DAMAGE = (OSError, EOFError, lzma.LZMAError, zlib.error, zstandard.ZstdError)  # what they raise
 KINDS = f"{', '.join(READERS)}, the texts also with {', '.join(OPENERS)}"
-CHECK_SECONDS = 10  # for which JSON values, of which Arrow knows nothing, are checked at first
-ROWS_TO_CHECK = 1000  # of them at a time; at least so many are
 
 POINTER = "is a pointer of git-lfs, not the file itself; fetch it with git lfs pull"
 PAGE = "is a web page, not the file itself; download it again"
@@ -240,19 +237,10 @@ def check_column(source, dataset, text_key):
 
         check_messages(source, column, text_key)
     elif not _is_string(column.type):  # JSON values
-        _check_values(source, dataset, text_key)
+        from isogloss.data.chat_rows import check_rows
 
-
-def _check_values(source, dataset, text_key):
-    """Raise a DataError for the first bad row of JSON values, as far as there is time."""
-    deadline = time.monotonic() + CHECK_SECONDS
-    number = 0
-    for batch in dataset.select_columns([text_key]).iter(ROWS_TO_CHECK):
-        for content in batch[text_key]:
-            check_content(source, number, text_key, content)
-            number += 1
-        if time.monotonic() > deadline:  # the others are looked at when their turn comes
-            return
+        check_rows(dataset.select_columns([text_key]), lambda row, number: check_content(
+            source, number, text_key, row[text_key]))
 
 
 def has_text(dataset, begin, end, text_key):

@@ -22,6 +22,7 @@ from isogloss.errors import DataError
 STRINGS = ("string", "large_string", "string_view")
 ROWS_TO_TRY = 8  # rows that have to tell what a column holds where its type does not
 OF_PYTHON = re.compile(r"\s*\[\s*\{\s*'(role|content|from|value)':")  # a chat as str() writes it
+ROWS_TO_NAME = 10_000  # among which one that is no text is named
 # columns that data sets of chats have, and that chat templates would be told of
 FOR_MODELS = "system", "system_prompt", "functions", "chat_template_kwargs"
 
@@ -329,6 +330,9 @@ def _check_type(source, dataset, text_key):
     if feature is None:
         first_rows(dataset, 1, text_key, source)
     elif not holds_chats(dataset, text_key):
+        is_mixed = isinstance(feature, datasets.Json)
+        if is_mixed and isinstance(next(iter(dataset.take(1)), {}).get(text_key), str):
+            first_rows(dataset, ROWS_TO_NAME, text_key, source)
         _check_dtype(source, feature, text_key)
 
 

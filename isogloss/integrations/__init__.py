@@ -14,6 +14,7 @@ of: rows to batches, logits to a loss.  See docs/trainers.md.
 Tests: tests/test_integrations.py.
 """
 
+import math
 import warnings
 from dataclasses import replace
 from functools import partial
@@ -27,7 +28,7 @@ from isogloss.align import TokenTable
 from isogloss.checkpoints.model_card import worse_teachers
 from isogloss.config import Config, template_kwargs
 from isogloss.data.batch import Collator, PairOptions
-from isogloss.data.chat import check_have_templates
+from isogloss.data.chat import check_have_templates, check_told
 from isogloss.data.ends import all_ends
 from isogloss.data.mixture import SourceOptions
 from isogloss.data.open_data import FOR_MODELS, warn_of_unread
@@ -101,8 +102,7 @@ class Distillation:
             teacher = teacher.get_base_model()
         self.teacher_name = getattr(teacher.config, "name_or_path", "") or "teacher"
         self.model = teacher.eval().requires_grad_(False)
-        context = getattr(teacher.config.get_text_config(), "max_position_embeddings", 0)
-        lengths = self.cfg.max_length, self.cfg.teacher_max_length or context or 2**31
+        lengths = self.cfg.max_length, self.cfg.teacher_max_length or context_of(teacher.config)
         encoders = []
         for tokenizer, length in zip((student_tokenizer, teacher_tokenizer), lengths):
             encoders.append(TextEncoder(tokenizer, TokenTable.from_tokenizer(tokenizer), length,
@@ -110,6 +110,7 @@ class Distillation:
         rows = teacher.config.get_text_config().vocab_size
         if rows < len(encoders[1].table):  # control tokens may be left out
             encoders[1] = replace(encoders[1], table=encoders[1].table.below(rows))
+        check_told(encoders)
         self.student, teachers = with_common_ids(encoders[0], {"teacher": encoders[1]})
         self.encoder = teachers["teacher"]
         self.device = None
@@ -304,6 +305,12 @@ def weight_of_routers(config):
     return float(asks and getattr(config, "router_aux_loss_coef", 0.0))
 
 
+def context_of(config):
+    """Return how many positions a model reads, as far as its config says so."""
+    config = config and config.get_text_config()
+    return getattr(config, "max_position_embeddings", None) or 2**31
+
+
 class Distilling:
     """Let a trainer, which stands behind it among the bases of a class, learn from a teacher.
 
@@ -319,8 +326,13 @@ class Distilling:
         its_flags = dict(flags)
         options["data_collator"] = lambda rows: rows  # that of a caller knows token ids alone
         super().__init__(*arguments, **options)
-        if hasattr(self.args, "max_length"):  # None of TRL: nothing is cut
-            its_flags.setdefault("max_length", self.args.max_length or 2**31)
+        context = context_of(getattr(self.model, "config", None))
+        if hasattr(self.args, "max_length"):  # None of TRL: nothing is cut that the student reads
+            its_flags.setdefault("max_length", self.args.max_length or context)
+        length = its_flags.get("max_length", Config.max_length)
+        if length > context:
+            raise ValueError(f"max_length={length}: the student has a context of {context} "
+                             "positions; use no more")
         if self.processing_class is None:
             raise ValueError("processing_class: is missing; give the student's tokenizer")
         tokenizer = getattr(self.processing_class, "tokenizer", self.processing_class)
@@ -386,8 +398,11 @@ class Distilling:
         return self.loss_of(self.distillation.measured(sums)), None, None
 
     def loss_of(self, metrics):
+        """Return the loss () of what was measured; NaN: of a part of it nothing was."""
         cfg = self.distillation.cfg
-        loss = cfg.ce_weight * metrics.get("ce", 0) + cfg.kd_weight * metrics.get("kd", 0)
+        loss = 0.0
+        for name, weight in (("ce", cfg.ce_weight), ("kd", cfg.kd_weight)):
+            loss += weight * metrics.get(name, math.nan) if weight else 0.0
         return torch.tensor(loss, device=self.args.device)
 
     # a row that accelerate repeats to fill up the last batch of all ranks counts twice
@@ -401,6 +416,9 @@ class Distilling:
         for name, value in metrics.items():
             output.metrics[f"{metric_key_prefix}_{name}"] = value
         if not self.has_compared and self.is_world_process_zero():
+            if math.isnan(metrics["loss"]):
+                warnings.warn("the held-out rows have nothing to learn, or nothing that a teacher "
+                              "compares, so their loss is not known", stacklevel=2)
             bits = {"eval/student_bits_per_byte": metrics.get("bits_per_byte"),
                     "eval/teacher_bits_per_byte": metrics.get("teacher_bits_per_byte")}
             for worse in worse_teachers(bits, self.distillation.teacher_name):

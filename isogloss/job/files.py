@@ -4,6 +4,7 @@ Tests: tests/test_export.py, tests/test_checkpoint.py.
 """
 
 import contextlib
+import fcntl
 import os
 import secrets
 import shutil
@@ -98,6 +99,25 @@ def replace_folder(scratch, target, aside):
     os.rename(scratch, target)
     sync(target.parent)
     shutil.rmtree(aside, ignore_errors=True)
+
+
+def locked(flag, folder):
+    """Return an open file that keeps other processes out of a folder until it is closed.
+
+    Raises:
+        ValueError: another one writes there, and for longer than a killed job's workers live.
+    """
+    file = open(Path(folder) / ".lock", "w")
+    for _ in range(int(10 * SEEN_WITHIN)):
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return file
+        except BlockingIOError:
+            time.sleep(0.1)
+        except OSError:  # of a file system without locks
+            return file
+    raise ValueError(f"{flag} {folder}: another process is writing there; wait for it, or name "
+                     "another directory")
 
 
 # --- before the first step ------------------------------------------------------------------------

@@ -32,7 +32,12 @@ from isogloss.teachers.cache_files import (
 )
 from isogloss.teachers.kept_tokens import estimated, without_draws
 from isogloss.teachers.protocol import TeacherSource, TeacherSpec, refuse
-from isogloss.teachers.text_scores import ScoredLogits, batch_texts
+from isogloss.teachers.text_scores import (
+    ScoredLogits,
+    batch_texts,
+    check_truncated,
+    reading_of_rest,
+)
 from isogloss.tiles import Head, HiddenLogits
 
 # --- before the first step ------------------------------------------------------------------------
@@ -169,8 +174,8 @@ class CacheSpec(TeacherSpec):
         encoder, _ = load()
         manifest = check_cache(folder, encoder, cfg.teacher_max_length)
         if manifest.output == "topk":
-            cfg.check_truncated(f"--{FLAG} {folder}, which keeps {manifest.top_k} tokens,")
-        check_rest(folder, manifest, *cfg.reading_of_rest(student, encoder))
+            check_truncated(cfg, f"--{FLAG} {folder}, which keeps {manifest.top_k} tokens,")
+        check_rest(folder, manifest, *reading_of_rest(cfg, student, encoder))
         return replace(encoder, max_length=cfg.teacher_max_length or manifest.max_length)
 
     @classmethod
@@ -180,7 +185,7 @@ class CacheSpec(TeacherSpec):
     @classmethod
     def of(cls, cfg, encoder, device, student=None):
         output = Manifest.read(FLAG, local_cache(cfg.teacher_cache)).output
-        reading = cfg.reading_of_rest(student or encoder, encoder)
+        reading = reading_of_rest(cfg, student or encoder, encoder)
         return cls(cls.tokenizer_path(cfg), len(encoder.table), device, output, *reading,
                    local_cache(cfg.teacher_cache))
 

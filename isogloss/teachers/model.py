@@ -88,7 +88,9 @@ class ModelSpec(TeacherSpec):
     @classmethod
     def check(cls, cfg):
         if cfg.teacher_output == "topk":
-            cfg.check_truncated("--teacher_output topk")
+            from isogloss.teachers.text_scores import check_truncated
+
+            check_truncated(cfg, "--teacher_output topk")
             if not cfg.teacher_output_topk:
                 raise ValueError("--teacher_output_topk 0: is for the address of a server as "
                                  "--teacher; expected 1 or more")
@@ -118,7 +120,11 @@ class ModelSpec(TeacherSpec):
         output = cfg.teacher_output
         if output == "hidden" and not cfg.tiled:
             output = "logits"  # the model's own: a head may be more than `tiles.head_of` knows
-        rest_temperature, _ = cfg.reading_of_rest(student or encoder, encoder)
+        rest_temperature = 1.0
+        if cfg.softens_truncated:
+            from isogloss.teachers.text_scores import reading_of_rest
+
+            rest_temperature, _ = reading_of_rest(cfg, student or encoder, encoder)
         return cls(
             path=cfg.teacher, vocab=len(encoder.table), device=device, output=output,
             engine=cfg.teacher_engine, dtype=cfg.teacher_dtype, attention=cfg.attention,

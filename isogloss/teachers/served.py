@@ -21,7 +21,12 @@ from isogloss.job.sequence_group import join_sequence_group
 from isogloss.models.pretrained import load_config
 from isogloss.teachers.mixing import FLOOR
 from isogloss.teachers.protocol import TeacherSource, TeacherSpec, refuse
-from isogloss.teachers.text_scores import ScoredLogits, TextScores, batch_texts
+from isogloss.teachers.text_scores import (
+    ScoredLogits,
+    TextScores,
+    batch_texts,
+    check_truncated,
+)
 from isogloss.teachers.text_server import SPARE, Address, Requests, Spelled, TextServer, api_key
 from isogloss.tiles import TopKLogits
 
@@ -272,7 +277,7 @@ class ServedSpec(TeacherSpec):
             unknown = ("mean_p",)
         if cfg.teacher_output == "logits":
             raise ValueError(f"{gives}; leave out --teacher_output logits")
-        cfg.check_truncated(gives, ways)
+        check_truncated(cfg, gives, ways)
         if cfg.teacher_weights in unknown:
             raise ValueError(f"{gives}, so its {cfg.teacher_weights} is not known; use another "
                              f"--teacher_weights than {cfg.teacher_weights}, such as ce")

@@ -17,6 +17,43 @@ from isogloss.teachers.mixing import FLOOR, teacher_weights, token_scores
 from isogloss.teachers.protocol import BLOCK
 from isogloss.tiles import LogitsSource, TopKLogits
 
+# --- whether truncated logits are enough ----------------------------------------------------------
+
+
+def reading_of_rest(cfg, student, encoder):
+    """Return how the loss reads truncated rows: (temperature of the rest, does it read draws?).
+
+    What sums up tokens before it softens the sums reads them at temperature 1, and is not
+    linear in them at another one.
+
+    Args:
+        cfg: Config; student, encoder: TextEncoder of the student and of the teacher.
+    """
+    spec = cfg.losses()[cfg.loss]
+    if not cfg.softens_truncated:
+        return 1.0, spec.reads_draws(cfg)
+    sums_first = spec.needs == "spellings"
+    if sums_first and not student.has_tokenizer_of(encoder):
+        return 1.0, False
+    return cfg.temperature, spec.reads_draws(cfg)
+
+
+def check_truncated(cfg, what, ways=("softened", "text")):
+    """Raise a ValueError where the loss needs more of a teacher than the tokens that are kept.
+
+    Args:
+        what: truncates, for the message.
+        ways: `LossSpec.truncated` of the losses for which they are enough.
+    """
+    fitting = [name for name, spec in cfg.losses().items() if spec.truncated in ways]
+    # with --teachers each entry is checked
+    if cfg.kd_weight and not cfg.teachers and cfg.loss not in fitting:
+        raise ValueError(f"{what} with --loss {cfg.loss}: this loss reads others, too; keep "
+                         f"hidden states, or use one of {', '.join(fitting)}")
+
+
+# --- what is kept ---------------------------------------------------------------------------------
+
 
 class TextScores(NamedTuple):
     """Hold what whole distributions say of the text, (T,) float32 each.
