@@ -418,15 +418,19 @@ def test_the_page_shows_every_token_once_and_runs_no_text():
         "dropped", "b'&amp;': id 5, in no chunk"]
 
 
-def test_tiktoken_encodings():
-    tiktoken = pytest.importorskip("tiktoken")
+@pytest.mark.parametrize("end", ["<|endoftext|>", "<|end_of_text|>", None])
+def test_tiktoken_encodings(end):
+    import tiktoken
+
     ranks = {bytes([b]): b for b in range(256)} | {b"ab": 256, b" a": 257}
     encoding = tiktoken.Encoding(
-        "x", pat_str=r"\s?\S+|\s", mergeable_ranks=ranks, special_tokens={"<|end|>": 259})
+        "x", pat_str=r"\s?\S+|\s", mergeable_ranks=ranks,
+        special_tokens={"<|end|>": 259} | ({end: 260} if end else {}))
     table = TokenTable.from_tokenizer(encoding)
     text = "ab ab é 日"
     assert table.decode(encoding.encode(text)) == text.encode() and table.bytes_of(258) == b""
     assert table.special[259] and table.end_of_turn == 259
+    assert table.eos == (260 if end else -1)
 
 
 def test_the_command_line_shows_chunks(tmp_path, tokenizers, capsys):
