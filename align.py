@@ -187,7 +187,7 @@ class TokenTable:
             pieces.append(piece)
             tokens.append(name_of_id.get(i) or piece.decode("latin-1"))
             special[i] = i in name_of_id and not TEXT_MARKER.match(name_of_id[i])
-        eos = encoding.eot_token
+        eos = vocab.get("<|endoftext|>", vocab.get("<|end_of_text|>"))  # the latter: Llama 3
         return cls._from_pieces(pieces, special, tokens, "byte_level", vocab, eos=eos)
 
     @classmethod
@@ -236,6 +236,8 @@ def _token_bytes(tokens, family, model):
     tokens = [token.removesuffix(suffix) for token in tokens]
     if family == "byte_level":
         return _byte_level_bytes(tokens)
+    if "byte_fallback=True" in repr(model):  # Unigram tells it by no attribute
+        return [_sentencepiece_bytes(token, space=METASPACE) for token in tokens]
     return [token.encode() for token in tokens]
 
 
@@ -255,11 +257,11 @@ def _byte_level_bytes(tokens):
     return [raw[begin:end] for begin, end in itertools.pairwise(places)]
 
 
-def _sentencepiece_bytes(token):
+def _sentencepiece_bytes(token, space=" "):
     byte = BYTE_TOKEN.match(token)
     if byte:
         return bytes([int(byte[1], 16)])
-    return token.replace(METASPACE, " ").encode()
+    return token.replace(METASPACE, space).encode()
 
 
 def _wordpiece_bytes(token, prefix):

@@ -53,8 +53,9 @@ def align_dp(student_ids, teacher_ids, student_table, teacher_table, max_combina
     or by name; CR LF is LF; a run of spaces and tabs, over tokens too, is one space.  Moves: one
     token with one token; one with 2 to max_combination of the other side; a gap on either side.  A
     match of n canonical bytes scores 64 n + 1, a gap 0, so most text is matched first and more
-    chunks are preferred second; ties go to 1:1, then 1:k and k:1 with the smallest k, then a gap of
-    the student.  Afterwards M:N windows of equal bytes are cut out of what is left in the gaps.
+    chunks are preferred second; n is 0 for the LF behind a CR and for further spaces.  Ties go to
+    1:1, then 1:k and k:1 with the smallest k, then a gap of the student.  Afterwards M:N windows of
+    equal bytes are cut out of what is left in the gaps.
 
     The search runs between anchors (canonical n-grams that start at tokens and are unique on both
     sides, in their longest common order) and within a band around the straight line between two
@@ -225,10 +226,8 @@ def _canonical(ids, data, starts, special, control_ids, name_data, name_starts):
                 byte = SPACE if data[b] == TAB else data[b]
                 if byte == SPACE and last == SPACE:
                     continue
-                if byte == LF and last == CR:
-                    # LF takes the place of CR; a token of the CR alone is left empty
+                if byte == LF and last == CR:  # a token of the LF alone is left empty
                     filled -= 1
-                    out_starts[n] = min(out_starts[n], filled)
                 out[filled] = byte
                 filled += 1
                 last = byte
@@ -334,8 +333,8 @@ REACH = 16  # most tokens of an M:N window and of the way to its begin; not tune
 
 @njit(cache=True)
 def _equal(s_data, s, s_stop, t_data, t, t_stop):
-    """Return whether s_data[s:s_stop] == t_data[t:t_stop], and is not empty."""
-    if s_stop - s != t_stop - t or s == s_stop:
+    """Return whether s_data[s:s_stop] == t_data[t:t_stop]."""
+    if s_stop - s != t_stop - t:
         return False
     for k in range(s_stop - s):
         if s_data[s + k] != t_data[t + k]:
@@ -501,8 +500,8 @@ def _next_window(s_data, s_starts, i, i_stop, t_data, t_starts, j, j_stop):
         for s_skip in range(min(skip, i_stop - i - 1) + 1):
             a = i + s_skip
             b = j + skip - s_skip
-            if b >= j_stop:
-                continue
+            if b >= j_stop or s_starts[a] == s_starts[a + 1] or t_starts[b] == t_starts[b + 1]:
+                continue  # what is left empty belongs to the token before it
             a_last = a
             b_last = b
             # lengthen the shorter side until both have equally many bytes

@@ -166,14 +166,25 @@ def main(argv=None):
         return
     flags = _read_flags(argv)
     text = flags["show"]
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:  # what is no UTF-8 comes as lone surrogates
+        raise SystemExit(f"--show: is not UTF-8 (at character {error.start}); convert it") from None
     student = _load_tokenizer("student", flags["student"])
     teacher = _load_tokenizer("teacher", flags["teacher"])
     tables = TokenTable.from_tokenizer(student), TokenTable.from_tokenizer(teacher)
+    for tokenizer in (student, teacher):
+        tokenizer.no_truncation()  # settings of whoever saved it
+        tokenizer.no_padding()
     student = student.encode(text, add_special_tokens=False)
     teacher = teacher.encode(text, add_special_tokens=False)
     alignment = align(student.ids, teacher.ids, *tables, text, student.offsets, teacher.offsets)
     color = sys.stdout.isatty()
-    print(*view(alignment, student.ids, teacher.ids, *tables, color=color), sep="\n")
+    try:
+        print(*view(alignment, student.ids, teacher.ids, *tables, color=color), sep="\n")
+    except UnicodeEncodeError as error:
+        raise SystemExit(f"--show: the output is {error.encoding}, which lacks characters of it; "
+                         "set PYTHONIOENCODING=utf-8") from None
     print(described(alignment))
     if "html" in flags:
         page = html_page(alignment, student.ids, teacher.ids, *tables, title=text[:80])

@@ -22,7 +22,7 @@ from collections import Counter, defaultdict
 from itertools import chain, pairwise
 
 import numpy as np
-from tokenizers import Tokenizer, pre_tokenizers
+from tokenizers import Tokenizer, normalizers, pre_tokenizers
 
 try:
     from .align import BYTE_OF_CHARACTER, METASPACE, ROLES, all_bytes, fingerprint
@@ -46,7 +46,7 @@ RUNS = re.compile("[\udc80-\udcff]|[^\udc80-\udcff]+")  # one of them, or the te
 def mid_text_backend(tokenizer):
     """Return a backend on the same model that continues a text.
 
-    It has no normalizer, adds no space before the text, and reads control tokens as text.
+    It normalizes nothing, adds no space before the text, and reads control tokens as text.
     """
     original = tokenizer.backend_tokenizer
     backend = Tokenizer(original.model)  # shared; a copy of 128k merges through JSON takes a second
@@ -54,6 +54,8 @@ def mid_text_backend(tokenizer):
         pre_tokenizer = copy.deepcopy(original.pre_tokenizer)  # the tokenizer stays as it is
         _drop_prefix_space(pre_tokenizer)
         backend.pre_tokenizer = pre_tokenizer
+    if "ByteLevel(" in repr(original.normalizer):  # which writes bytes, and changes none
+        backend.normalizer = normalizers.ByteLevel()
     added_tokens = original.get_added_tokens_decoder()
     in_order = map(added_tokens.get, sorted(added_tokens))
     backend.add_tokens(list(in_order))
@@ -110,11 +112,11 @@ def encode_bytes(expected, backend, target):
     texts = []
     not_utf8 = {}
     for i, raw in enumerate(expected):
-        text = raw.decode(errors="surrogateescape")
+        text = raw.decode(errors="surrogateescape").replace(" ", space)
         if not text.isascii() and SURROGATES.search(text):
             not_utf8[i] = text
             text = ""
-        texts.append(text.replace(" ", space))
+        texts.append(text)
     # One call for all texts, which the backend spreads over its threads.
     batch = backend.encode_batch_fast(texts, add_special_tokens=False)
     spellings = []
@@ -150,7 +152,6 @@ def _encode_surrogates(text, backend, target, id_of_token):
             byte_token = f"<0x{ord(run) - SURROGATE_BASE:02X}>"
             ids.append(id_of_token.get(byte_token))
         else:
-            run = run.replace(" ", METASPACE)
             ids += backend.encode(run, add_special_tokens=False).ids
     if None in ids:  # a byte without a byte token
         return []

@@ -50,7 +50,10 @@ class PairArgs:
     def load_pair(self):
         from isogloss.projection_tools.tokenizers import Pair
 
-        check_output(getattr(self, "output", ""))
+        output = getattr(self, "output", "")
+        check_output(output)
+        if output and not output.endswith((".pt", ".safetensors")):
+            raise ValueError(f"--output {output}: expected a name that ends in .pt or .safetensors")
         return Pair.load(self.student, self.teacher, self.trust_remote_code)
 
 

@@ -28,7 +28,7 @@ from isogloss.projection_tools.multitoken import multitoken_rows
 from isogloss.projection_tools.projection_files import as_tables, finish
 from isogloss.spelling import spell
 
-VERSION = 5  # of what is cached; raise it when the same flags give another projection
+VERSION = 6  # of what is cached; raise it when the same flags give another projection
 
 
 def build_projection(pair, recipe=None, trust_remote_code=False):

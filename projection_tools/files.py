@@ -14,7 +14,7 @@ import torch
 
 CACHE = Path(os.environ.get("ISOGLOSS_CACHE", "~/.cache/isogloss")).expanduser()
 CHECKSUM = "checksum"  # key of a cached file
-VERSION = 4  # of the tables of `cached_translation`; raise it when these change for a pair
+VERSION = 5  # of the tables of `cached_translation`; raise it when these change for a pair
 
 
 def load_tables(path):

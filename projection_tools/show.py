@@ -97,8 +97,10 @@ def find_tokens(words, table):
         by_name[table.tokens[i]] = i
     ids = []
     for word in words:
-        i = by_bytes.get(word.encode(), by_name.get(word, -1))
-        if word.startswith("#") and word[1:].isdigit():
+        # bytes of a command line that are no UTF-8 come as surrogates
+        raw = word.encode(errors="surrogateescape")
+        i = by_bytes.get(raw, by_name.get(word, -1))
+        if word.startswith("#") and word[1:].isdecimal():
             i = int(word[1:])
         if not 0 <= i < len(table):
             raise ValueError(

@@ -139,8 +139,10 @@ def as_in_its_file(flag, name, tokenizer, place, revision):
 
     if not tokenizer.is_fast:
         return tokenizer
-    path = _file_of(place, revision, "tokenizer.json")
-    ids = Tokenizer.from_file(path).encode(PROBE, add_special_tokens=False).ids
+    raw = Tokenizer.from_file(_file_of(place, revision, "tokenizer.json"))
+    raw.no_truncation()  # settings of whoever saved it
+    raw.no_padding()
+    ids = raw.encode(PROBE, add_special_tokens=False).ids
     if tokenizer(PROBE, add_special_tokens=False)["input_ids"] == ids:
         return tokenizer
     files = door("tokenizer_files")

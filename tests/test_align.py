@@ -1,6 +1,9 @@
 """align.py: every chunk holds the same bytes on both sides, and none could be smaller."""
 
+import copy
 import html
+import io
+import os
 import random
 import re
 from functools import lru_cache
@@ -415,15 +418,19 @@ def test_the_page_shows_every_token_once_and_runs_no_text():
         "dropped", "b'&amp;': id 5, in no chunk"]
 
 
-def test_tiktoken_encodings():
-    tiktoken = pytest.importorskip("tiktoken")
+@pytest.mark.parametrize("end", ["<|endoftext|>", "<|end_of_text|>", None])
+def test_tiktoken_encodings(end):
+    import tiktoken
+
     ranks = {bytes([b]): b for b in range(256)} | {b"ab": 256, b" a": 257}
     encoding = tiktoken.Encoding(
-        "x", pat_str=r"\s?\S+|\s", mergeable_ranks=ranks, special_tokens={"<|end|>": 259})
+        "x", pat_str=r"\s?\S+|\s", mergeable_ranks=ranks,
+        special_tokens={"<|end|>": 259} | ({end: 260} if end else {}))
     table = TokenTable.from_tokenizer(encoding)
     text = "ab ab é 日"
     assert table.decode(encoding.encode(text)) == text.encode() and table.bytes_of(258) == b""
     assert table.special[259] and table.end_of_turn == 259
+    assert table.eos == (260 if end else -1)
 
 
 def test_the_command_line_shows_chunks(tmp_path, tokenizers, capsys):
@@ -436,6 +443,23 @@ def test_the_command_line_shows_chunks(tmp_path, tokenizers, capsys):
         assert "bytes 100.0%" in shown and "·value" in shown
     with pytest.raises(SystemExit, match="usage"):
         main(flags)
+
+
+def test_a_whole_text_is_shown_or_a_line_says_why_not(tmp_path, tokenizers, capsys, monkeypatch):
+    backend = copy.deepcopy(tokenizers[0].backend_tokenizer)
+    backend.save(str(tmp_path / "a.json"))
+    backend.enable_truncation(1)
+    backend.enable_padding(length=20)
+    backend.save(str(tmp_path / "b.json"))  # with the settings of whoever saved it
+    flags = ["--student", str(tmp_path / "a.json"), "--teacher", str(tmp_path / "b.json"), "--show"]
+    main([*flags, "the value of it"])
+    student, teacher, counts = capsys.readouterr().out.splitlines()
+    assert student == teacher and "student_tokens 100.0%, teacher_tokens 100.0%" in counts
+    with pytest.raises(SystemExit, match=r"--show: is not UTF-8 \(at character 3\)"):
+        main([*flags, os.fsdecode("café".encode("latin-1"))])
+    monkeypatch.setattr("sys.stdout", io.TextIOWrapper(io.BytesIO(), "ascii"))
+    with pytest.raises(SystemExit, match="--show: the output is ascii, which lacks"):
+        main([*flags, "café"])
 
 
 def test_slow_tokenizers_are_refused():

@@ -1,6 +1,8 @@
 """align_dp.py: what two different renderings have in common, in linear time."""
 
+import re
 import time
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -10,39 +12,37 @@ from isogloss.align import align, coverage
 from isogloss.align_dp import align_dp, common_spans
 from tokens import segmented, table_of
 
-WORDS = st.lists(
-    st.sampled_from([b"the", b" cat", b" sat", b" on", b"\n", b" ", b"201", b"0", b"\xc3\xa9"]),
-    max_size=25,
-)
+PIECES = (b"the", b" cat", b" sat", b" on", b"\n", b" ", b"201", b"0", b"\xc3\xa9", b"\r", b"\r\n",
+          b"\t")
+WORDS = st.lists(st.sampled_from(PIECES), max_size=25)
 cuts = st.lists(st.integers(0, 10**6), max_size=30)
 
 
 def brute_force(s, t, most):
-    """Return the best score (64 per canonical byte, 1 per chunk) of moves 1:1, 1:k and k:1."""
+    """Return the best score (64 per canonical byte, 1 per chunk) of moves 1:1, 1:k and k:1.
+
+    A chunk may have no canonical byte.
+    """
     best = np.zeros((len(s) + 1, len(t) + 1), int)
     for i in range(len(s) + 1):
         for j in range(len(t) + 1):
             options = [best[i - 1, j] if i else 0, best[i, j - 1] if j else 0]
             for k in range(1, most + 1):
                 for a, b in ((1, k), (k, 1)):
-                    piece = b"".join(s[i - a : i]) if a <= i else None
-                    if b <= j and piece and piece == b"".join(t[j - b : j]):
+                    piece = b"".join(s[max(0, i - a) : i])
+                    if a <= i and b <= j and piece == b"".join(t[j - b : j]):
                         options.append(best[i - a, j - b] + 64 * len(piece) + 1)
             best[i, j] = max(options)
     return best[-1, -1]
 
 
 def canonical(pieces):
-    out, last = [], 0
-    for piece in pieces:
-        kept = bytearray()
-        for byte in piece:
-            if byte == 32 and last == 32:
-                continue
-            kept.append(byte)
-            last = byte
-        out.append(bytes(kept))
-    return out
+    """CR LF is LF, a run of spaces and tabs one space; each stands with what begins it."""
+    kept = {}  # place: byte
+    for found in re.finditer(rb"(\r\n)|([ \t]+)|.", b"".join(pieces), re.DOTALL):
+        kept[found.start()] = b"\n" if found[1] else b" " if found[2] else found[0]
+    ends = np.cumsum([0, *map(len, pieces)]).tolist()
+    return [b"".join(kept.get(place, b"") for place in range(*edges)) for edges in pairwise(ends)]
 
 
 @given(WORDS, WORDS, cuts, cuts)
@@ -68,6 +68,25 @@ def test_the_best_path_equals_brute_force(first, second, s_cuts, t_cuts):
         assert s_members[0] > last_begins[0] and t_members[0] > last_begins[1]
         last_begins = s_members[0], t_members[0]
     assert total >= brute_force(s_pieces, t_pieces, 4)  # windows of M:N come on top
+
+
+@given(WORDS, cuts)
+@settings(max_examples=100, deadline=None)
+def test_a_sequence_matches_itself_token_by_token(words, places):
+    ids, table = segmented(b"".join(words), places)
+    alignment = align_dp(ids, ids, table, table)
+    assert alignment.student_chunk.tolist() == alignment.teacher_chunk.tolist() == ids
+    assert alignment.exact.all() and not any(alignment.dropped.values())
+
+
+def test_a_run_that_one_side_cuts_matches_it_whole():
+    """Of bytes that canonical form leaves out none is left to the token before or behind."""
+    for run in (b"\r\n", b"  ", b" \t", b"\t\t"):
+        student = table_of([b".", run[:1], run[1:], b"b"])
+        teacher = table_of([b".", run, b"b"])
+        alignment = align_dp([0, 1, 2, 3], [0, 1, 2], student, teacher)
+        assert alignment.student_chunk.tolist() == [0, 1, 1, 2]
+        assert alignment.same_bytes.all()
 
 
 def test_words_put_in_and_left_out():

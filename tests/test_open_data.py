@@ -251,6 +251,22 @@ def test_files_may_differ_in_columns_that_nobody_named(tmp_path, kind):
                       folder)
 
 
+@pytest.mark.parametrize("kind", [".parquet", ".arrow"])
+def test_a_column_of_a_type_without_a_name_may_stand_beside(tmp_path, kind):
+    """`datasets` has no maps."""
+    facts = pa.array([[("a", 1)]], pa.map_(pa.string(), pa.int64()))
+    table = pa.table({"facts": facts, "text": ["a"], "n": [1]})
+    path = tmp_path / f"a{kind}"
+    if kind == ".parquet":
+        pq.write_table(table, path)
+    else:
+        with pa.OSFile(str(path), "wb") as sink, pa.ipc.new_file(sink, table.schema) as writer:
+            writer.write_table(table)
+    assert texts(path) == ["a"]
+    check_refused("no column 'b'; it has facts, text, n", path, "b")
+    check_refused(r"map<string, int64", path, "facts")
+
+
 def test_chats_whose_keys_differ_from_file_to_file_are_named(tmp_path):
     """Tables have one type for all messages; a later file may have fewer keys, but no more."""
     named = [dict(message, name="x") for message in PLAIN]
@@ -281,6 +297,15 @@ def test_a_folder_without_splits_is_read_whole_or_as_its_card_says(tmp_path):
         "    path: a.jsonl\n  - split: dev\n    path: b/c.jsonl\n---\n")
     assert texts(tmp_path) == ["a.jsonl"]
     assert texts(tmp_path, "dev") == ["b/c.jsonl"]
+
+
+def test_what_editors_and_datasets_leave_in_a_folder_is_no_data(tmp_path):
+    folder = tmp_path / ".cache" / "data"  # hidden itself
+    write_shards(folder, ["data/train-0.jsonl"])
+    write_shards(folder, [".ipynb_checkpoints/a-checkpoint.jsonl", "data/.train-0.jsonl"])
+    for name in ("dataset_info.json", "data/dataset_infos.json", "state.json.jsonl"):
+        write_rows(folder / name, [{"default": {"features": {}}, "text": name}])
+    assert texts(folder) == ["data/train-0.jsonl", "state.json.jsonl"]
 
 
 # --- files ----------------------------------------------------------------------------------------
@@ -372,8 +397,12 @@ def test_saved_splits_are_read(tmp_path):
     datasets.DatasetDict(parts).save_to_disk(tmp_path / "saved", num_shards=dict.fromkeys(parts, 2))
     for name in parts:
         assert texts(tmp_path / "saved", name) == [name] * 3
+    both = load_dataset(str(tmp_path / "saved"), "text", "train[:34%]+test[1:]")
+    assert [row["text"] for row in both] == ["train", "test", "test"]
+    assert texts(tmp_path / "saved", "test+train") == ["test"] * 3 + ["train"] * 3
     parts["test"].save_to_disk(tmp_path / "alone")
     assert texts(tmp_path / "alone") == ["test"] * 3
+    assert len(load_dataset(str(tmp_path / "alone"), "text", "train[1:]")) == 2
     for features in (None, datasets.Features(chat=datasets.Json())):
         rows = [{"chat": PLAIN}, {"chat": WITH_CALL}]
         folder = tmp_path / f"saved_{features is None}"

@@ -2,6 +2,7 @@
 
 import copy
 import multiprocessing
+import os
 import resource
 from itertools import permutations
 
@@ -33,7 +34,7 @@ from isogloss.projection_tools.save import save_atomically
 from isogloss.projection_tools.tokenizers import Pair
 from isogloss.spelling import link_special_tokens, spell as spell_tokens
 from test_spell import without_padding
-from tokens import real
+from tokens import real, table_of
 from wrong_input import error_line
 
 
@@ -547,6 +548,7 @@ def test_wrong_command_lines_end_with_one_line(models, tmp_path, capsys):
         (cut, [*pair, out, bad], "not a readable file of tables"),
         (show, [*pair, f"--projection={tmp_path / 'no.pt'}"], "no such file"),
         (compare, [*pair, "a.pt", "b.pt"], "unexpected argument 'a.pt'"),
+        (build, [*pair, f"--output={tmp_path / 'o.txt'}"], "expected a name that ends in .pt or"),
     ):
         assert message in error_line(capsys, module, argv)
     assert not (tmp_path / "o.pt").exists()
@@ -566,6 +568,13 @@ def test_wrong_command_lines_end_with_one_line(models, tmp_path, capsys):
     assert args.projection == "a.pt"
     assert args.other == "b.pt"
     assert args.student == str(models[0])
+
+
+def test_tokens_are_named_by_text_bytes_or_id():
+    table = table_of([b"\xe9", "²".encode(), b"#\xc2\xb2"])
+    assert show.find_tokens([os.fsdecode(b"\xe9"), "²", "#1", "#²"], table) == [0, 1, 1, 2]
+    with pytest.raises(ValueError, match="--tokens #³: the student has no such token"):
+        show.find_tokens(["#³"], table)
 
 
 def test_the_build_does_not_depend_on_its_threads(models, tmp_path, monkeypatch):

@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from tokenizers import Tokenizer, models, pre_tokenizers
+from tokenizers import Tokenizer, models, normalizers, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from conftest import asset
@@ -10,12 +10,13 @@ from isogloss.align import TokenTable
 from isogloss.projection_tools.cells import build_translation
 from isogloss.projection_tools.tokenizers import Pair
 from isogloss.spelling import (
+    CHARACTER_OF_BYTE,
     link_special_tokens,
     spell as spell_tokens,
     translation_tables,
     unwritten_tokens,
 )
-from tokens import real
+from tokens import real, table_of
 
 
 def without_padding(pieces):
@@ -72,6 +73,41 @@ def test_tokens_that_a_tokenizer_never_writes_get_no_mass(student, unwritten):
         text = asset("text", name).read_text(encoding="utf-8", errors="ignore")[:100_000]
         written = loaded[0](text, add_special_tokens=False, verbose=False)["input_ids"]
         assert not without_mass[written].any()
+
+
+BYTE_NAMES = ["<unk>", *(f"<0x{byte:02X}>" for byte in range(256))]
+LETTERS = " ▁aeht"
+
+
+def fallback_bpe():
+    vocab = {name: i for i, name in enumerate([*BYTE_NAMES, *LETTERS, "th", "the"])}
+    return Tokenizer(models.BPE(vocab, [("t", "h"), ("th", "e")], unk_token="<unk>",
+                                byte_fallback=True))
+
+
+def fallback_unigram():
+    scores = [(name, -9.0) for name in BYTE_NAMES] + [(letter, -2.0) for letter in LETTERS]
+    return Tokenizer(models.Unigram([*scores, ("the", -1.0)], 0, byte_fallback=True))
+
+
+def normalized_to_bytes():
+    vocab = {letter: byte for byte, letter in CHARACTER_OF_BYTE.items()}
+    backend = Tokenizer(models.BPE(vocab, []))
+    backend.normalizer = normalizers.Sequence([normalizers.NFC(), normalizers.ByteLevel()])
+    backend.pre_tokenizer = pre_tokenizers.Split("Ġ", "merged_with_next")
+    return backend
+
+
+@pytest.mark.parametrize("kind", [fallback_bpe, fallback_unigram, normalized_to_bytes])
+def test_a_vocabulary_with_all_bytes_spells_any(kind):
+    """Byte tokens without SentencePiece's spaces; bytes that the normalizer writes."""
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=kind())
+    table = TokenTable.from_tokenizer(tokenizer)
+    text = "the hé ▁ 🙂 tea"
+    assert table.decode(tokenizer(text)["input_ids"]) == text.encode()
+    pieces = [b" the", "▁é".encode(), b"the \xc3", b" \xa9 \xff", bytes([0, 10, 255])]
+    spelled = spell_tokens(table_of(pieces), tokenizer, table)
+    assert [table.decode(ids) for ids in without_padding(spelled)] == pieces
 
 
 def test_a_token_that_spells_one_of_the_teachers_is_written():

@@ -211,9 +211,9 @@ PLACES = {
     "--data={folder}/good.jsonl --streaming --split=train[:1]":
         "--split train[:1]: files have no splits",
     "--data={folder}/good.jsonl --split=train[:b]": "cannot be read",
-    "--data={folder}/splits --split=train": "splits has no such split; it has dev, test",
-    "--data={folder}/saved --split=test": "without splits",
-    "--data={folder}/by_split --split=dev": "by_split has no files of 'dev'; it has train, te",
+    "--data={folder}/splits --split=train": "splits has no split 'train'; it has dev, test",
+    "--data={folder}/saved --split=test": "--split test: files have no splits; leave it out",
+    "--data={folder}/by_split --split=dev": "by_split has no split 'dev'; it has train, test",
     "--data={folder}/by_split --streaming --split=test[:1]":
         "a stream has no parts; name whole splits",
     "--data={folder}/good.jsonl --eval_data={folder}/none.jsonl": "none.jsonl: no such file",
@@ -225,6 +225,8 @@ PLACES = {
     "--data={folder}/pairs.jsonl --prompt_key=p --completion_key=chat":
         "--prompt_key p: no such column; it has q, a, n, chat",
     "--data={folder}/pairs.jsonl --prompt_key=q --completion_key=b": "no column 'b'",
+    "--data={folder}/pairs.jsonl": "no column 'text'; it has q, a, n, chat; name one of them with "
+        "--text_key, or two with --prompt_key and --completion_key",
     "--data={folder}/pairs.jsonl --prompt_key=q --completion_key=chat":
         "row 0 of 'chat': 'q' and it are not both texts, or both chats",
     "--data={folder}/pairs.jsonl --prompt_key=n --completion_key=a": "row 0 of 'n' is null",

@@ -17,7 +17,6 @@ import lzma
 import os
 import zlib
 from contextlib import contextmanager
-from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -83,14 +82,13 @@ def local_files(source):
     """List the files that a path, a directory or a glob names; those of a save_to_disk too."""
     # os.path, because pathlib raises for paths that are too long or not to be read
     path = os.path.expanduser(source)
-    # Sorted: file systems list files in any order, and the order of samples shall not depend on it.
     if os.path.isdir(path):
-        named = [str(file) for file in Path(path).rglob("*") if kind_of(str(file))]
-        files = [file for file in named if not os.path.isdir(file)]
-        # a compressed file beside what it was made from is a copy
-        return sorted(file for file in files if os.path.splitext(file)[0] not in files)
+        from isogloss.data.kinds.several_files import files_below
+
+        return files_below(path)
     if os.path.lexists(path):
         return [path]
+    # Sorted: file systems list files in any order, and the order of samples shall not depend on it.
     return sorted(glob.glob(path, recursive=True))
 
 

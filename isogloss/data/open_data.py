@@ -63,17 +63,15 @@ def load_dataset(source, text_key, split="train", streaming=False, *, plain_keys
     Raises:
         DataError: with what arrived, what was expected and what to do.
     """
-    plain_keys = plain_keys or {}
-    request = DataRequest(source, text_key, split, streaming, plain_keys, json_keys, optional_keys,
-                      txt_samples)
+    request = DataRequest(source, text_key, split, streaming, plain_keys or {}, json_keys,
+                          optional_keys, txt_samples)
     with checks.explained(source):
         dataset = _open(request)
         columns = column_names(dataset)
     if not columns or (not streaming and len(dataset) == 0):
         raise DataError(f"--data {source}: {checks.EMPTY_DATA}")
     if text_key not in columns:
-        raise DataError(f"--data {source}: no column {text_key!r}; it has {', '.join(columns)}; "
-                        "name one of them with --text_key")
+        raise DataError(lacks(request, source, text_key, columns))
     _warn_of_unread(request, columns)
     _check_type(source, dataset, text_key)
     if not streaming:
@@ -160,7 +158,8 @@ def _open_files(request, splits):
         return _read_files(request, kind, wanted, {"encoding": "utf-8-sig", "sample_by": sample})
     features = features_of(request, kind, files, is_local)
     if kind == "parquet":
-        return _read_files(request, kind, wanted, {"columns": list(features)})
+        # with types, because those of other columns may be none that `datasets` knows
+        return _read_files(request, kind, wanted, {"columns": list(features), "features": features})
     return open_splits(request, kind, features, wanted)
 
 
@@ -229,7 +228,8 @@ def features_of(request, kind, files, is_local):
 
 def lacks(request, place, name, columns):
     names = ", ".join(columns)
-    hint = "; name one of them with --text_key" if name == request.text_key else ""
+    hint = "; name one of them with --text_key, or two with --prompt_key and --completion_key"
+    hint = hint if name == request.text_key else ""
     if place == request.source and not hint:
         flag = request.plain_keys.get(name, "--prompt_key")
         return f"{flag} {name}: no such column; it has {names}"
@@ -251,12 +251,16 @@ def open_splits(request, kind, features, splits):
     if request.streaming:
         files = itertools.chain.from_iterable(splits.values())
         return file_rows.open_rows_of_files(kind, files, features, streaming=True)
-    by_split = {}
-    for name, files in splits.items():
-        by_split[name] = file_rows.open_rows_of_files(kind, files, features, streaming=False)
+    by_split = {name: file_rows.open_rows_of_files(kind, files, features, streaming=False)
+                for name, files in splits.items()}
+    return part_of(by_split, request.split)
+
+
+def part_of(by_split, split):
+    """Return what a --split such as train+test or train[:10%] names of {name: Dataset}."""
     sizes = {name: len(dataset) for name, dataset in by_split.items()}
     parts = []
-    for part in datasets.ReadInstruction.from_spec(request.split).to_absolute(sizes):
+    for part in datasets.ReadInstruction.from_spec(split).to_absolute(sizes):
         dataset = by_split[part.splitname]
         parts.append(dataset.select(range(part.from_ or 0, part.to or len(dataset))))
     return datasets.concatenate_datasets(parts)

@@ -9,7 +9,7 @@ import itertools
 import datasets
 import fsspec
 
-from isogloss.data.open_data import features_of, names_of_splits, open_splits
+from isogloss.data.open_data import features_of, names_of_splits, open_splits, part_of
 from isogloss.errors import DataError
 
 # What the names of builders of the hub begin with -> our reader.
@@ -29,16 +29,11 @@ def files_at(address):
 
 def open_saved(request, path):
     """Open a directory of save_to_disk, of one data set or of several splits."""
-    source = request.source
-    split = request.split
-    dataset = datasets.load_from_disk(path)
-    if isinstance(dataset, datasets.DatasetDict):
-        if split not in dataset:
-            raise DataError(f"--split {split}: {source} has no such split; it has "
-                            f"{', '.join(dataset)}")
-        dataset = dataset[split]
-    elif split not in ("train", str(dataset.split)):
-        raise DataError(f"--split {split}: {source} is one data set without splits; leave it out")
+    by_split = datasets.load_from_disk(path)
+    if isinstance(by_split, datasets.Dataset):  # "train", which is the default, means all of it too
+        by_split = {"train": by_split, str(by_split.split or "train"): by_split}
+    names_of_splits(request, by_split)  # which refuses those that are not there
+    dataset = part_of(by_split, request.split)
     return dataset.to_iterable_dataset() if request.streaming else dataset
 
 

@@ -5,12 +5,28 @@ Tests: tests/test_open_data.py, tests/test_column_types.py.
 
 import os
 import re
+from pathlib import Path
 
 import datasets
 
 from isogloss.data import checks
 from isogloss.data.open_data import STRINGS, lacks
 from isogloss.errors import DataError
+
+# What `datasets` writes beside data.
+OF_DATASETS = "dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json"
+
+
+def files_below(folder):
+    """List the files of data in a directory and those inside, sorted; what is hidden is none."""
+    files = set()
+    for file in Path(folder).rglob("*"):
+        is_hidden = any(name.startswith(".") for name in file.relative_to(folder).parts)
+        is_data = checks.kind_of(str(file)) and file.name not in OF_DATASETS
+        if is_data and not is_hidden and not file.is_dir():
+            files.add(str(file))
+    # a compressed file beside what it was made from is a copy
+    return sorted(file for file in files if os.path.splitext(file)[0] not in files)
 
 
 def splits_of(path, files):
@@ -42,7 +58,7 @@ def named_splits(request, splits):
         return ["train"]
     for name in names:
         if not splits.get(name):
-            raise DataError(f"--split {request.split}: {source} has no files of {name!r}; it has "
+            raise DataError(f"--split {request.split}: {source} has no split {name!r}; it has "
                             f"{', '.join(splits)}")
     if is_part and request.streaming:
         raise DataError(f"--split {request.split}: a stream has no parts; name whole splits, or "

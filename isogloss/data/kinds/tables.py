@@ -6,6 +6,7 @@ Tests: tests/test_open_data.py, tests/test_column_types.py.
 import csv
 import os
 import re
+from dataclasses import dataclass
 
 import datasets
 import fsspec
@@ -72,12 +73,31 @@ def arrow_rows(piece, names):
 READERS = {"csv": csv_rows, "arrow": arrow_rows}
 
 
+@dataclass
+class UnknownType:
+    """Stand for a type of Arrow that `datasets` does not know, as of a column that nobody reads."""
+
+    dtype: str
+
+    def __call__(self):
+        """Refuse to be a type of `datasets`, which calls those it knows."""
+        raise ValueError(f"no type of `datasets` is {self.dtype}; write that column as JSON")
+
+
 def columns_of(kind, file):
     """Return {column: type} of a file; {} of an empty one."""
     if kind == "csv":
         header = next(csv.reader(_text_lines(file)), [])
         return {name: datasets.Value("string") for name in header}
-    return datasets.Features.from_arrow_schema(_schema_of(kind, file))
+    schema = _schema_of(kind, file)
+    columns = {}
+    for field in schema:
+        try:
+            alone = pa.schema([field], schema.metadata)
+            columns |= datasets.Features.from_arrow_schema(alone)
+        except ValueError:
+            columns[field.name] = UnknownType(str(field.type))
+    return columns
 
 
 def _schema_of(kind, file):
