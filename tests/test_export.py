@@ -174,7 +174,7 @@ def test_a_failed_export_loses_nothing(place):
     listed = json.loads((target / export_files.MANIFEST).read_text())["files"]
     assert sorted([*listed, export_files.MANIFEST]) == sorted(os.listdir(target))
     # nothing beside it, and what a user puts into it is not lost
-    assert not [name for name in os.listdir(target.parent) if name.startswith(".")]
+    assert [name for name in os.listdir(target.parent) if name.startswith(".")] == [".lock"]
     (target / "notes.txt").write_text("mine")
     [[refused]] = ranks.run(1, outcomes, folder, flags, ["--steps=3"])
     check_one_line([refused], "holds notes.txt, which no export of ours wrote")
