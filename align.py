@@ -282,7 +282,7 @@ def fingerprint(tokenizer):
 
     That is the vocabulary, the merges, the normalizer and so on.
     """
-    spec = tokenizer.backend_tokenizer.to_str()
+    spec = getattr(tokenizer, "backend_tokenizer", tokenizer).to_str()
     # Before the added tokens stand truncation and padding, which are settings of a caller.
     spec = spec[spec.index('"added_tokens"') :]
     return hashlib.sha256(spec.encode()).hexdigest()[:32]
@@ -604,7 +604,8 @@ class Alignment(NamedTuple):
         student_chunk: (S,) int64, chunk of each student token, -1 where it has none.
         teacher_chunk: (T,) int64, likewise.
         chunk_start: (C,) int64, byte of the text at which each chunk begins.
-        chunk_bytes: (C,) int64, its bytes of the text; 0 for a pair of end tokens.
+        chunk_bytes: (C,) int64, its bytes of the text; 0 for a pair of end tokens, and for tokens
+            of a character that both sides normalize before its last ones.
         student_tokens, teacher_tokens: (C,) int64, tokens in each chunk.
         exact: (C,) bool, one token on either side, and both spell the same bytes.
         same_bytes: (C,) bool, False where the tokens stand for the same text but one side spells a
@@ -649,7 +650,7 @@ def align(student_ids, teacher_ids, student_table, teacher_table, text=None, stu
         Alignment; without any chunk, and all bytes dropped as "unmatched", where a side does not
         fit the text and has no offsets.
     Raises:
-        ValueError: an id is outside its vocabulary.
+        ValueError: see `checked_ids`.
     """
     student_ids = checked_ids(student_ids, student_table)
     teacher_ids = checked_ids(teacher_ids, teacher_table)
@@ -667,8 +668,11 @@ def align(student_ids, teacher_ids, student_table, teacher_table, text=None, stu
 
 
 def checked_ids(ids, table):
-    """Return ids as (S,) int64; raise a ValueError if one is outside the vocabulary."""
-    ids = np.asarray(ids, np.int64)
+    """Return ids as (S,) int64; raise a ValueError for others, or one outside the vocabulary."""
+    given = np.asarray(ids)
+    if given.ndim != 1 or (len(given) and given.dtype.kind not in "iu"):
+        raise ValueError(f"ids are {given.shape} {given.dtype}; expected (S,) integers of one text")
+    ids = given.astype(np.int64, copy=False)
     if len(ids) and not 0 <= ids.min() <= ids.max() < len(table):
         raise ValueError(
             f"ids from {ids.min()} to {ids.max()}, but the tokenizer has 0 to {len(table) - 1}: "
@@ -677,11 +681,9 @@ def checked_ids(ids, table):
 
 
 def _locate_in_common_spelling(student_ids, teacher_ids, student_table, teacher_table):
-    """Locate both sides in the bytes that they spell, without a space that one alone has in front.
+    """Return (bytes of what both sides spell, Located of the student, of the teacher or None).
 
-    Returns:
-        (bytes of that text, Located of the student, Located of the teacher); None for a side that
-        does not spell it.
+    A space that one side alone has in front is no part of it.
     """
     spelled = student_table.decode(student_ids), teacher_table.decode(teacher_ids)
     # the shorter spelling is the text: the other may have one space more in front
@@ -850,7 +852,7 @@ def _fill_chunks(s_ids, s_begin, s_end, s_kind, s_data, s_starts, t_ids, t_begin
     start = s_num = t_num = 0  # the open chunk: its begin, and its tokens, the last ones taken
     has_gap = in_doubt = False  # no token spells a byte of it; a token may spell something else
     while True:
-        if s_reached <= t_reached:  # the next piece of the side that is behind: a gap or a token
+        if (s_reached, s_num) <= (t_reached, t_num):  # the side behind: its next gap or token
             while s < len(s_ids) and s_begin[s] < 0:  # control tokens
                 s += 1
             place = s_begin[s] if s < len(s_ids) else text_bytes
@@ -894,13 +896,13 @@ def _fill_chunks(s_ids, s_begin, s_end, s_kind, s_data, s_starts, t_ids, t_begin
             _write_counts(counts[:, num_chunks], start, s_reached, s_num, t_num)
             same_bytes[num_chunks] = verdict == SAME
             num_chunks += 1
+        elif s_reached == start:  # inside of what a side normalizes
+            continue
         elif has_gap:
             unencodable += s_reached - start
         else:
             normalized += s_reached - start
-        start = s_reached
-        s_num = t_num = 0
-        has_gap = in_doubt = False
+        start, s_num, t_num, has_gap, in_doubt = s_reached, 0, 0, False, False
     return num_chunks, normalized, unencodable
 
 

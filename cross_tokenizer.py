@@ -370,7 +370,8 @@ class CrossTokenizerKD:
         parameters: of the loss (temperature, beta, ...); max_divergence: nats that a term has at
             most, before tau^2, 0 for any.
     Raises:
-        ValueError: see `check_parameters` and `read_tables`; a tokenizer without tokenizer.json.
+        ValueError: see `check_parameters` and `read_tables`; a tokenizer without tokenizer.json, or
+            none of transformers.
     """
 
     def __init__(self, student_tokenizer, teacher_tokenizer, loss="piece_kl", tables=None,
@@ -379,6 +380,11 @@ class CrossTokenizerKD:
         loss_bounds.check_value("max_length", max_length)
         self.tokenizers = (student_tokenizer, teacher_tokenizer)
         self.token_tables = tuple(map(align.TokenTable.from_tokenizer, self.tokenizers))
+        for tokenizer in self.tokenizers:
+            if not hasattr(tokenizer, "backend_tokenizer"):
+                raise ValueError(f"a {type(tokenizer).__module__}.{type(tokenizer).__name__}: "
+                                 "expected a fast tokenizer of transformers, such as "
+                                 "PreTrainedTokenizerFast(tokenizer_object=...)")
         self.spec = LOSSES[loss]
         if align.fingerprint(student_tokenizer) == align.fingerprint(teacher_tokenizer):
             if self.spec.needs == "translation":
@@ -399,13 +405,16 @@ class CrossTokenizerKD:
         self._tables_on = {}  # by device
 
     def collate(self, texts):
-        """Return the Batch of a list of B strings; the `collate_fn` of a DataLoader.
+        """Return the Batch of a list or array of B strings; the `collate_fn` of a DataLoader.
 
         Raises:
             ValueError: not strings, none, or one that UTF-8 cannot hold.
         """
-        if not texts or not all(isinstance(text, str) for text in texts):
+        arrived = "one string"
+        if not isinstance(texts, str):
+            texts = list(texts)
             arrived = sorted({type(text).__name__ for text in texts}) or "nothing"
+        if isinstance(texts, str) or not texts or not all(isinstance(text, str) for text in texts):
             raise ValueError(f"collate: expected a list of strings, got {arrived}")
         for text in texts:
             try:

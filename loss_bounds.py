@@ -4,7 +4,6 @@ Needs nothing.  Copy it beside cross_tokenizer.py.  License: Apache-2.0 (see LIC
 Tests: tests/test_cross_tokenizer.py.
 """
 
-import math
 from collections.abc import Mapping
 from numbers import Integral, Real
 from typing import Any, NamedTuple
@@ -53,7 +52,7 @@ def check_value(name: str, value: Any, numbers: Mapping[str, Bounds] = NUMBERS) 
         return
     bounds = numbers[name]
     kind = Integral if bounds.is_whole else Real
-    is_number = isinstance(value, kind) and not isinstance(value, bool) and math.isfinite(value)
+    is_number = isinstance(value, kind) and not isinstance(value, bool)
     if not is_number or not bounds.low <= value <= bounds.high or (
             bounds.is_below and value == bounds.high):
         noun = "an integer" if bounds.is_whole else "a number"

@@ -46,6 +46,7 @@ FLOOR = -1e4  # nats; stands for log 0, so that what a model excludes costs a fi
 MARGIN = 1e-6  # nats that a log-probability stays below 0, so that log(1 - p) is finite
 LOG_ZERO = math.log(2.0**-126)  # nats, -87.3: float32's smallest normal mass, which stands for 0
 TINY_MASS = 1e-30  # below any mass that matters and above float32's smallest normal number, 1e-38
+LOG_NOTHING = math.log(2 * TINY_MASS)  # nats; up to here a mass is TINY_MASS, rounded
 # devices whose index_add adds up in the order of the entries; others use atomics
 ORDERED_DEVICES = ("cpu",)
 
@@ -67,16 +68,13 @@ def scaled(x: Tensor, factor: float, bound: "Bound | None" = None) -> Tensor:
 
 
 def check_side(side: str, logits_BNX: Tensor, **of_positions: Tensor | None) -> None:
-    """Raise a ValueError for logits that are no floats, or what does not describe their positions.
+    """Raise a ValueError for logits that are no (B, N, X) floats; see `check_positions`.
 
     Reads dtypes and shapes alone: nothing waits for a device.
-
-    Args:
-        of_positions: see `check_positions`.
     """
-    if not logits_BNX.is_floating_point():
-        raise ValueError(f"{side} logits are {logits_BNX.dtype}; expected floats, as a model "
-                         "returns them")
+    if not logits_BNX.is_floating_point() or logits_BNX.ndim != 3:
+        raise ValueError(f"{side} logits are {tuple(logits_BNX.shape)} {logits_BNX.dtype}; "
+                         "expected floats (samples, positions, tokens), as a model returns them")
     check_positions(f"the {side} logits have", logits_BNX.shape[:-1], **of_positions)
 
 
@@ -337,7 +335,6 @@ def log_masses(x_NX: Tensor, columns: Columns) -> Tensor:
 
 
 # --- one vocabulary: divergences per position ----------------------------------------------------
-
 # `help(losses.position_divergence)` lists their arguments, options, results and errors.
 
 
@@ -416,14 +413,17 @@ def position_divergence(
     student_NV, teacher_NV = [
         x_BSV.flatten(0, 1) if mask_BS is None else x_BSV[mask_BS]
         for x_BSV in (student_logits_BSV, teacher_logits_BSV.detach())]
-    teacher_temperature = teacher_temperature or temperature
+    tau_of_teacher = temperature if teacher_temperature is None else teacher_temperature
     shape_BS = student_logits_BSV.shape[:2]
     row_N = None if mask_BS is None else mask_BS.reshape(-1).nonzero().squeeze(1)
     logp = _clamped_logp(student_NV, temperature)
     with torch.no_grad():
-        logq = _clamped_logp(teacher_NV, teacher_temperature)
+        logq = _clamped_logp(teacher_NV, tau_of_teacher)
     if top_k:
-        ids_NK = _support_ids(student_NV, teacher_NV, support, top_k)
+        if support not in ("teacher", "student"):
+            raise ValueError(f"support={support!r}: expected 'teacher' or 'student'")
+        x_NV = teacher_NV if support == "teacher" else student_NV  # likelier: of larger logits
+        ids_NK = x_NV.detach().topk(min(top_k, x_NV.shape[1]), -1).indices
         # one of many tokens without mass is any of them
         judge, log_zero = (logq, LOG_ZERO) if support == "teacher" else (logp, LOG_ZERO - SHIFT)
         empty_NK = judge.gather(1, ids_NK) <= log_zero + 1
@@ -444,7 +444,7 @@ def merge_unkept(
 
     Args:
         student_logits_BSV: (B, S, V); teacher_logits_BSV: (B, S, V + 1).
-        temperature: by which the divergence will divide.
+        temperature: by which the divergence will divide; that of the teacher's rest, too.
     """
     x_BSV = at_least_float32(student_logits_BSV)
     is_kept = teacher_logits_BSV[..., :-1] > -torch.inf
@@ -456,20 +456,14 @@ def merge_unkept(
 
 def _soften(logits: Tensor, temperature: float) -> Tensor:
     """Divide logits by the temperature, in at least float32."""
+    if not 0 < temperature < math.inf:
+        raise ValueError(f"temperature={temperature}: expected a number above 0")
     logits = at_least_float32(logits)
     return logits if temperature == 1 else logits / temperature
 
 
 def _clamped_logp(logits_NV: Tensor, temperature: float) -> Tensor:
     return at_least(_soften(logits_NV, temperature).log_softmax(-1), FLOOR)
-
-
-def _support_ids(student_NV: Tensor, teacher_NV: Tensor, support: str, top_k: int) -> Tensor:
-    """Return the (N, K) int64 ids of the student's or the teacher's top_k tokens."""
-    if support not in ("teacher", "student"):
-        raise ValueError(f"support={support!r}: expected 'teacher' or 'student'")
-    x_NV = teacher_NV if support == "teacher" else student_NV  # likelier tokens have larger logits
-    return x_NV.detach().topk(min(top_k, x_NV.shape[1]), -1).indices
 
 
 def top_k_buckets(logp_NV: Tensor, ids_NK: Tensor, empty_NK: Tensor, tail: bool) -> Tensor:
@@ -494,9 +488,13 @@ def divergence_of(name: str, logp: Tensor, logq: Tensor, coefficient: float = 0.
         name, coefficient: see `position_divergence`.
         logp, logq: of the student and the teacher, (..., X), finite.
     Raises:
-        ValueError: unknown name.
+        ValueError: unknown name, or a coefficient beyond 0 to 1 (a skew has to be below 1).
     """
     c = coefficient
+    if not 0 <= c <= 1 or (c == 1 and name.startswith("skew")):
+        raise ValueError(f"{name}: its coefficient is {c}; expected 0 to 1, of a skew below 1")
+    dtype = torch.promote_types(logp.dtype, logq.dtype)
+    logp, logq = logp.to(dtype), logq.to(dtype)
     if name == "generalized_jsd" and c in (0, 1):  # its ends mean the two divergences
         name = "reverse_kl" if c else "forward_kl"
     elif name in ("skew_forward_kl", "skew_reverse_kl") and not c:
@@ -512,7 +510,8 @@ def divergence_of(name: str, logp: Tensor, logq: Tensor, coefficient: float = 0.
     if name == "skew_reverse_kl":
         return _kl(logp, _log_mixture(logp.exp(), logq.exp(), c))
     if name == "adaptive_kl":
-        return _adaptive_divergence(logp, logq, c)
+        h = adaptive_weight(logp, logq, c)
+        return h * _kl(logq, logp) + (1 - h) * _kl(logp, logq)
     if name == "total_variation":
         return (logp.exp() - logq.exp()).abs().sum(-1) / 2
     raise ValueError(f"{name!r}: no such divergence; expected forward_kl, reverse_kl, "
@@ -543,17 +542,12 @@ def _kl(logq: Tensor, logp: Tensor) -> Tensor:
     return (logq.exp() * (logq - logp)).sum(-1)
 
 
-def _adaptive_divergence(logp: Tensor, logq: Tensor, alpha: float) -> Tensor:
-    """Return the (N,) values of `adaptive_kl`."""
-    h = adaptive_weight(logp, logq, alpha)
-    return h * _kl(logq, logp) + (1 - h) * _kl(logp, logq)
-
-
 def adaptive_weight(logp: Tensor, logq: Tensor, alpha: float) -> Tensor:
     """Return the (N,) weights of KL(q || p) in `adaptive_kl`, without a gradient."""
     q, order = logq.exp().sort(-1)
     gap = (q - logp.detach().exp().gather(-1, order)).abs()
     is_unlikely = q.cumsum(-1) < alpha
+    is_unlikely[..., -1] = False  # all add up to 1, which is not below alpha; rounded it may be
     likely_gap = torch.where(is_unlikely, 0.0, gap).sum(-1)
     return likely_gap / gap.sum(-1).clamp(min=TINY_MASS)
 
@@ -731,9 +725,8 @@ def check_width(side: str, logits_BNX: Tensor, num_tokens: int, table: str) -> N
         advice = "they are of another tokenizer"
         if width > num_tokens:
             advice = f"cut the padding of the lm_head off: logits[..., :{num_tokens}]"
-        raise ValueError(
-            f"{side} logits have {width} columns, but {table} is of {num_tokens} tokens; {advice}"
-        )
+        raise ValueError(f"{side} logits have {width} columns, but {table} is of {num_tokens} "
+                         f"tokens; {advice}")
 
 
 # --- two vocabularies: projection ----------------------------------------------------------------
@@ -772,8 +765,8 @@ def projection_kl(
     """Compute P-KL: the sum over chunks of tau^2 KL(target || r) in the teacher's vocabulary.
 
     r = mean over the chunk's student positions of softmax(x / tau) @ W, target = mean over its
-    teacher positions of softmax(y / tau), both renormalized over the kept columns: never negative,
-    and zero when the models agree.
+    teacher positions of softmax(y / tau), each position renormalized over the kept columns: never
+    negative, and zero when the models agree.
 
     Args:
         student_logits_BSV, teacher_logits_BTW: any float type; the teacher gets no gradient; may
@@ -781,13 +774,15 @@ def projection_kl(
         student_chunk_BS, teacher_chunk_BT: int64, shifted chunk ids, -1 for none.
         indices_VK, likelihoods_VK: the projection, -1 in unused slots; rows sum to 1 or 0.
         kept_K: (K,) int64 sorted teacher columns; None keeps all.
-        chunk_average: "p", or "logp": the target is the mean of log-probabilities over the kept
-            columns, not renormalized, as NeMo RL's (can be < 0).
+        chunk_average: "p", or "logp", as NeMo RL's: the target is the mean of log-probabilities
+            over the kept columns, not renormalized, and r is renormalized last (can be < 0).
         reverse: KL(r || target).
         entries: `projection_entries` of these arguments, if many calls share them.
         chunks: `find_chunks` of the same ids, if known; then nothing here waits for the device.
-        has_rest: the last teacher column is all tokens whose logits are -inf (`tiles.TopKLogits`),
-            compared with all columns of which the chunk's rows keep nothing.  Not with "logp".
+        has_rest: the last teacher column is all tokens whose logits are -inf (`tiles.TopKLogits`
+            of this temperature).  Where a chunk has such a rest, it is one event with all columns
+            of which the rows keep nothing or outside of kept_K (and nothing is renormalized).
+            Not with "logp".
         observe: is shown what is compared, see `Observer`.
     Returns:
         (sum, count): nats over chunks that have a position on both sides, and how many there are.
@@ -799,21 +794,26 @@ def projection_kl(
     check_side("teacher", teacher_logits_BTW, teacher_chunk_BT=teacher_chunk_BT)
     check_width("student", student_logits_BSV, len(indices_VK), "indices_VK")
     if entries and kept_K is None:
-        check_width("teacher", teacher_logits_BTW, entries.width + has_rest, "entries")
+        check_width("teacher", teacher_logits_BTW, entries.width, "entries")
     chunks = chunks or find_chunks(student_chunk_BS, teacher_chunk_BT)
     with torch.no_grad():
         y_MW = _chunk_rows(teacher_logits_BTW.detach(), chunks.row_T, chunks.whole_T, temperature)
         log_target_CK = _projection_target(y_MW, chunks, kept_K, chunk_average, has_rest)
     entries = entries or projection_entries(
-        indices_VK, likelihoods_VK, y_MW.shape[1] - has_rest, kept_K)
+        indices_VK, likelihoods_VK, y_MW.shape[1] - has_rest, kept_K, has_rest)
     x_NV = _chunk_rows(student_logits_BSV, chunks.row_S, chunks.whole_S, temperature)
     r_NK = _project(x_NV.log_softmax(-1), entries)
-    r_CK = chunk_mean(r_NK, chunks.of_S, chunks.count_S)
+    if has_rest:  # what is outside counts beside a rest alone
+        r_NK[:, -1:] *= (log_target_CK[:, -1:] > LOG_NOTHING)[chunks.of_S]
     # EPSILON last: added before, it would be all that is left of r once the student has moved its
     # mass out of the kept columns, and leaving them would be an optimum
-    r_CK = r_CK / (r_CK.sum(-1, keepdim=True) + EPSILON)
+    averages_logs = _averages_logs(chunk_average)
+    r_NK = r_NK if averages_logs else r_NK / (r_NK.sum(-1, keepdim=True) + EPSILON)
+    r_CK = chunk_mean(r_NK, chunks.of_S, chunks.count_S)
+    r_CK = r_CK / (r_CK.sum(-1, keepdim=True) + EPSILON) if averages_logs else r_CK
     if has_rest:
-        log_r_CK, log_target_CK = _merge_empty_columns(r_CK, log_target_CK)
+        has_others = y_MW.shape[1] > entries.width
+        log_r_CK, log_target_CK = _merge_empty_columns(r_CK, log_target_CK, has_others)
     else:
         log_r_CK = (r_CK + EPSILON).log()
     if observe:
@@ -826,39 +826,44 @@ def projection_kl(
 def _projection_target(
     y_MW: Tensor, chunks: Chunks, kept_K: Tensor | None, chunk_average: str, has_rest: bool
 ) -> Tensor:
-    """Return the (C, K) log of the teacher's mean distribution over the kept columns, and a rest's.
-    """
-    if kept_K is None:
-        logq_MK = y_MW.log_softmax(-1)
-    else:
-        if has_rest:
-            kept_K = torch.cat([kept_K, kept_K.new_full((1,), y_MW.shape[1] - 1)])
-        logq_MK = y_MW.gather(1, kept_K.expand(len(y_MW), -1)).log_softmax(-1)
+    """Return the (C, K) log of the teacher's mean over the kept columns, K + 1 with a rest."""
+    kept_MK = y_MW if kept_K is None else y_MW.gather(1, kept_K.expand(len(y_MW), -1))
+    if has_rest and kept_K is not None:
+        has_rest_M1 = (y_MW[:, -1:] > -torch.inf).to(y_MW.dtype)
+        has_rest_C1 = chunk_mean(has_rest_M1, chunks.of_T, chunks.count_T) > 0
+        others_M1 = y_MW.index_fill(1, kept_K, -torch.inf).logsumexp(1, keepdim=True)
+        # in a chunk of which all is known the columns alone are compared
+        others_M1 = others_M1.masked_fill(~has_rest_C1[chunks.of_T], -torch.inf)
+        kept_MK = torch.cat([kept_MK, others_M1], 1)
+    logq_MK = kept_MK.log_softmax(-1)
     if _averages_logs(chunk_average):
         return chunk_mean(at_least(logq_MK, FLOOR), chunks.of_T, chunks.count_T)
     q_CK = chunk_mean(logq_MK.exp(), chunks.of_T, chunks.count_T)
     return q_CK.clamp(min=TINY_MASS).log()
 
 
-def _merge_empty_columns(r_CK: Tensor, log_target_CK: Tensor) -> tuple[Tensor, Tensor]:
-    """Compare the rest with all columns of which nothing is kept.
+def _merge_empty_columns(
+    r_CK: Tensor, log_target_CK: Tensor, has_others: bool
+) -> tuple[Tensor, Tensor]:
+    """Compare the rest with all columns of which nothing is kept, and those outside of kept_K.
 
     Args:
-        r_CK: (C, K) the student's mass; log_target_CK: (C, K + 1), the last column is the rest.
+        r_CK: (C, K + 1) the student's mass; log_target_CK: (C, K + 1); their last columns are what
+            is outside, and the rest with it.
+        has_others: there are columns outside.
     Returns:
         (C, K + 1) logarithms of both models' masses, FLOOR in the columns that are merged.
     """
-    is_empty_CK = log_target_CK <= math.log(2 * TINY_MASS)
+    is_empty_CK = log_target_CK <= LOG_NOTHING
     # with all tokens kept there is no event: an empty column then is one that does not come
-    merged_CK = is_empty_CK[:, :-1] & ~is_empty_CK[:, -1:]
+    merged_CK = is_empty_CK & ~is_empty_CK[:, -1:]
+    merged_CK[:, -1:] = ~is_empty_CK[:, -1:] & has_others
     rest_C1 = r_CK.masked_fill(~merged_CK, 0).sum(-1, keepdim=True)
-    log_r_CK = torch.cat([(r_CK + EPSILON).log().masked_fill(merged_CK, FLOOR),
-                          (rest_C1 + EPSILON).log()], 1)
+    log_r_CK = (torch.cat([r_CK[:, :-1], rest_C1], 1) + EPSILON).log()
     # nor is there one of no column: the student could give it nothing
-    no_event_C1 = ~merged_CK.any(-1, keepdim=True)
-    log_r_CK[:, -1:].masked_fill_(no_event_C1, FLOOR)
-    merged_CK = torch.cat([merged_CK, no_event_C1], 1)
-    return log_r_CK, log_target_CK.masked_fill(merged_CK, FLOOR).log_softmax(-1)
+    merged_CK[:, -1:] = ~merged_CK.any(-1, keepdim=True)
+    return (log_r_CK.masked_fill(merged_CK, FLOOR),
+            log_target_CK.masked_fill(merged_CK, FLOOR).log_softmax(-1))
 
 
 def reachable_tokens(indices_VK: Tensor, likelihoods_VK: Tensor, W: int) -> Tensor:
@@ -867,8 +872,7 @@ def reachable_tokens(indices_VK: Tensor, likelihoods_VK: Tensor, W: int) -> Tens
     The teacher's mass on other tokens is mass that no student can match: `projection_kl` charges
     EPSILON's 23 nats for it, whatever the student does.
     Args:
-        indices_VK, likelihoods_VK: the projection, -1 in unused slots.
-        W: teacher tokens.
+        indices_VK, likelihoods_VK: the projection, -1 in unused slots; W: teacher tokens.
     """
     reachable_W = torch.zeros(W, dtype=torch.bool, device=indices_VK.device)
     reachable_W[indices_VK[(indices_VK >= 0) & (likelihoods_VK > 0)]] = True
@@ -880,7 +884,7 @@ class Entries(NamedTuple):
 
     row_E, column_E: (E,) int64, student token and number of the kept column, sorted by the latter.
     weight_E: (E,) float.
-    width: kept columns.
+    width: kept columns, and one for all others where a rest is compared.
     """
 
     row_E: Tensor
@@ -890,24 +894,23 @@ class Entries(NamedTuple):
 
 
 def projection_entries(
-    indices_VK: Tensor, likelihoods_VK: Tensor, W: int, kept_K: Tensor | None = None
+    indices_VK: Tensor, likelihoods_VK: Tensor, W: int, kept_K: Tensor | None = None,
+    has_rest: bool = False,
 ) -> Entries:
-    """List the entries of a projection.
+    """List the entries of a projection; see `projection_kl`.  W: teacher tokens.
 
-    Args:
-        indices_VK, likelihoods_VK: the projection, -1 in unused slots.
-        W: teacher tokens.
-        kept_K: (K,) int64 sorted teacher columns; None keeps all.
+    With `has_rest` a last column has all tokens that are not kept.
     """
     if kept_K is None:
         kept_K = torch.arange(W, device=indices_VK.device)
-    number_W = torch.full((W + 1,), -1, device=indices_VK.device)
+    number_W = torch.full((W + 1,), len(kept_K) if has_rest else -1, device=indices_VK.device)
+    number_W[-1] = -1
     number_W[kept_K] = torch.arange(len(kept_K), device=indices_VK.device)
     column_VK = number_W[indices_VK]  # the index -1 of an unused slot reads the last number, -1
     row_E, slot_E = (column_VK >= 0).nonzero(as_tuple=True)
     column_E, order_E = column_VK[row_E, slot_E].sort(stable=True)
     row_E, slot_E = row_E[order_E], slot_E[order_E]
-    return Entries(row_E, column_E, likelihoods_VK[row_E, slot_E], width=len(kept_K))
+    return Entries(row_E, column_E, likelihoods_VK[row_E, slot_E], len(kept_K) + has_rest)
 
 
 def _project(logp_NV: Tensor, entries: Entries) -> Tensor:
@@ -1193,4 +1196,5 @@ def alm(
 
 def alm_of_chunks(logp_C: Tensor, logq_C: Tensor, temperature: float = 1.0) -> Tensor:
     """Return the (C,) terms of `alm`, from both models' log-probabilities of each chunk."""
-    return bernoulli_kl(logq_C / temperature - MARGIN, logp_C / temperature - MARGIN)
+    logp_C, logq_C = _soften(logp_C, temperature), _soften(logq_C, temperature)
+    return bernoulli_kl(logq_C - MARGIN, logp_C - MARGIN)

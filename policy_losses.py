@@ -60,7 +60,7 @@ def prefix_ratio(
     now_BS = logp_BS.double().clamp(min=losses.FLOOR)
     old_BS = old_logp_BS.detach().double().clamp(min=losses.FLOOR)
     log_ratio_BS = torch.where(mask_BS, now_BS - old_BS, 0.0)
-    before_BS = F.pad(log_ratio_BS.cumsum(1)[:, :-1], (1, 0))
+    before_BS = F.pad(log_ratio_BS.cumsum(1), (1, 0))[:, :-1]
     if sample_BS is not None:
         begins_BS = F.pad(sample_BS[:, 1:] != sample_BS[:, :-1], (1, 0))
         position_S = torch.arange(sample_BS.shape[1], device=sample_BS.device)

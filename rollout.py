@@ -26,7 +26,8 @@ Tests: tests/test_rollout.py.
 
 import inspect
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -108,7 +109,7 @@ class Prompt:
     Attributes:
         ids: tokens, one or more.
         key: integers that the noise depends on, such as (seed, number of the prompt, copy).
-        max_new_tokens: after so many tokens the completion is cut.
+        max_new_tokens: after so many tokens the completion is cut; 0 or more.
         is_complete: (tokens of the completion so far) -> it ends here, for a stop that is no token
             but a text, say; asked after every token.  None: stop tokens alone end it.
     """
@@ -175,15 +176,17 @@ def write(
     Returns:
         a Completion for each prompt, in their order.
     Raises:
-        ValueError: an empty prompt, or a model without a cache.
+        ValueError: an empty prompt, a number beyond its bounds, or a model without a cache.
     """
+    fewest = min([prompt.max_new_tokens for prompt in prompts], default=0)
+    if not (temperature >= 0 and 0 < top_p <= 1 and fewest >= 0):
+        raise ValueError(f"temperature={temperature}, top_p={top_p}, max_new_tokens={fewest}; "
+                         "expected 0 or more, above 0 to 1, and 0 or more")
     waiting = _batches_of([len(prompt.ids) for prompt in prompts], batch_size, equal_lengths)
     sampler = _Sampler(model, list(stop_ids), vocab, temperature, top_p, pad_id)
     completions: dict[int, Completion] = {}
-    was_training = model.training
-    model.eval()
     batch = None
-    with torch.no_grad():
+    with _evaluating(model):
         while agree(bool(waiting or batch)):
             if batch is None and waiting:
                 # the longest first, so that too little memory shows at once
@@ -197,8 +200,19 @@ def write(
                 completions.update(zip(numbers, batch.completions()))
                 on_written(len(numbers))
                 batch = None
-    model.train(was_training)
     return [completions[number] for number in range(len(prompts))]
+
+
+@contextmanager
+def _evaluating(model: Any) -> Iterator[None]:
+    """Put a model into evaluation, without gradients; then restore its mode, after errors too."""
+    was_training = model.training
+    model.eval()
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        model.train(was_training)
 
 
 def _batches_of(lengths: list[int], batch_size: int, equal_lengths: bool) -> list[list[int]]:
@@ -293,18 +307,15 @@ def _largest_error(
     model: Any, prompts: Sequence[Prompt], completions: Sequence[Completion], vocab: int
 ) -> float:
     """Return how far, in nats, `logp` of completions is from that of a forward pass for each."""
-    was_training = model.training
-    model.eval()
     largest = 0.0
     for prompt, completion in zip(prompts, completions):
         ids = torch.cat([torch.tensor(prompt.ids), completion.ids]).to(model.device)
-        with torch.no_grad():
+        with _evaluating(model):
             logits = model(input_ids=ids[None, :-1], use_cache=False).logits[0, :, :vocab]
         logp = logits.float().log_softmax(-1)[len(prompt.ids) - 1 :]
         expected = logp.gather(1, ids[len(prompt.ids) :, None]).squeeze(1).cpu()
         error = float((completion.logp - expected).abs().max())
         largest = max(largest, error if error == error else torch.inf)  # NaN: not equal
-    model.train(was_training)
     return largest
 
 

@@ -286,12 +286,14 @@ class TopKLogits(NamedTuple):
     """Rebuild rows of logits from K tokens per position and one event for all others.
 
     A row has W + 1 columns: -inf for tokens that are not kept, and in the last column, which is no
-    token, all of these together.  Nothing is known of them one by one, so nothing is guessed.
+    token, all of these together.  Nothing is known of them one by one, so nothing is guessed.  Rows
+    are whole: some columns alone would lack what their loss adds to the rest.
 
     ids_TK: (T, K) integer token ids; repeated ones have equal values.
     logp_TK: (T, K) log-probabilities, in nats.
     vocab: W.
-    rest_T: (T,) log-probability of all other tokens together; -inf: there is none.
+    rest_T: (T,) log-probability of all other tokens together; -inf: there is none.  For a loss at
+        temperature tau: tau * logsumexp(log p of the others / tau), so that they weigh as much.
     total_T: (T,) logsumexp of the original logits; the result is logits then.  None: the result is
         log-probabilities.
     """
@@ -311,10 +313,6 @@ class TopKLogits(NamedTuple):
         if self.total_T is None:
             return logits
         return logits.add_(self.total_T.index_select(0, positions)[:, None])
-
-    def columns(self, ids: Tensor) -> "SelectedColumns":
-        """Return a source of the logits of these token ids, and of the event in the last column."""
-        return SelectedColumns(self, torch.cat([ids, ids.new_full((1,), self.vocab)]))
 
     @property
     def nbytes(self) -> int:

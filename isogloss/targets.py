@@ -149,7 +149,8 @@ def teacher_parts(setup, batches, group=None):
         kept_K = door("projection").kept_columns(setup, parts, group)
         loss_fn, write_gradient = setup.loss.for_columns(kept_K)
         for part in parts:
-            part.teacher_logits = part.teacher_logits.columns(kept_K)
+            if not setup.spec.is_truncated:
+                part.teacher_logits = part.teacher_logits.columns(kept_K)
             part.loss_fn = loss_fn
             part.write_gradient = write_gradient
     return parts

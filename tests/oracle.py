@@ -122,13 +122,16 @@ def projection_kl(
     kept = list(range(num_teacher_tokens)) if kept is None else kept.tolist()
     terms = []
     for b, student_positions, teacher_positions in chunks(student_chunk, teacher_chunk):
-        mapped = [ZERO] * num_teacher_tokens
+        mean = [ZERO] * len(kept)
         for t in student_positions:
-            masses = project(softmax(x[b, t], tau), indices, likelihoods, num_teacher_tokens)
-            mapped = [old + new for old, new in zip(mapped, masses)]
-        # the conditional distribution of the student's projected token, given that it is kept
-        mean = [mapped[w] / len(student_positions) for w in kept]
-        r = [mass / (sum(mean) + 1e-10) + 1e-10 for mass in mean]
+            mapped = project(softmax(x[b, t], tau), indices, likelihoods, num_teacher_tokens)
+            masses = [mapped[w] for w in kept]
+            if chunk_average == "p":  # of the projected token, given that it is kept
+                masses = [mass / (sum(masses) + 1e-10) for mass in masses]
+            mean = [old + new / len(student_positions) for old, new in zip(mean, masses)]
+        if chunk_average == "logp":
+            mean = [mass / (sum(mean) + 1e-10) for mass in mean]
+        r = [mass + 1e-10 for mass in mean]
         target = chunk_mean(y[..., kept], b, teacher_positions, tau, chunk_average)
         terms.append(tau**2 * (kl(r, target) if reverse else kl(target, r)))
     return terms
@@ -398,11 +401,12 @@ def likely_gap(p, q, alpha):
     head = 0.0
     total_gap = 0.0
     mass = 0.0
-    for i in sorted(range(len(q)), key=lambda i: q[i]):
+    order = sorted(range(len(q)), key=lambda i: q[i])
+    for i in order:
         mass += q[i]
         gap = abs(q[i] - p[i])
         total_gap += gap
-        if mass >= alpha:
+        if mass >= alpha or i == order[-1]:  # all add up to 1
             head += gap
     return head / total_gap
 

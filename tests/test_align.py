@@ -84,10 +84,29 @@ def test_control_tokens_and_tokens_without_bytes():
     assert alignment.exact.tolist() == [False, False, True]
 
 
+@pytest.mark.parametrize("name", NAMES)
+def test_equal_tokenizers_pair_token_by_token(name):
+    """Also where they write a character in a composed form, and place several tokens at it."""
+    tokenizer, table = real(name)
+    for text in [*HARD, "\u0958\u0959 \ufa10", "cafe\u0301 \u0344\u212b"]:
+        coded = tokenizer(text, return_offsets_mapping=True)
+        ids, offsets = coded["input_ids"], coded["offset_mapping"]
+        alignment = align(ids, ids, table, table, text, offsets, offsets)
+        chunk = alignment.student_chunk
+        assert np.array_equal(chunk, alignment.teacher_chunk)
+        assert alignment.student_tokens.tolist() == [1] * len(alignment.chunk_start)
+        assert alignment.exact.all()
+        assert alignment.chunk_bytes.sum() + sum(alignment.dropped.values()) == len(text.encode())
+
+
 def test_ids_outside_the_vocabulary_are_refused():
     table = table_of([b"a"])
     with pytest.raises(ValueError, match=r"ids from 0 to 1, but the tokenizer has 0 to 0"):
         align([0, 1], [0], table, table)
+    for wrong in ([[0, 0]], [0.0], [True], 0, ["0"]):
+        with pytest.raises(ValueError, match=r"expected \(S,\) integers of one text"):
+            align(wrong, [0], table, table)
+    assert len(align([], np.zeros(0), table, table).chunk_start) == 0
 
 
 # --- real and trained tokenizers ------------------------------------------------------------------

@@ -9,14 +9,16 @@ import sys
 import warnings
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from conftest import ROOT, asset
+from isogloss import align
 from isogloss.cross_tokenizer import LOSSES, CrossTokenizerKD, check_columns
-from isogloss.loss_bounds import CHOICES, NUMBERS
+from isogloss.loss_bounds import CHOICES, NUMBERS, check_value
 from isogloss.projection_tools import build, cells
 from isogloss.projection_tools.build import as_tables
 from isogloss.projection_tools.save import save_atomically
@@ -144,6 +146,13 @@ def test_equal_tokenizers_give_the_plain_divergence(pair, stories):
     assert kd(student, student, batch) == 0
 
 
+def test_equal_tokenizers_compare_every_position_of_a_text_that_they_normalize():
+    tokenizer = real("qwen2")[0]
+    kd = CrossTokenizerKD(tokenizer, tokenizer)
+    batch = kd.collate(["\u0958\u0959 \ufa10"])
+    assert len(batch.terms.first_S) == int((batch.labels[:, 1:] >= 0).sum()) == 9
+
+
 @pytest.mark.parametrize("loss", LOSSES)
 def test_padding_heads_and_batches_change_nothing(pair, stories, loss, tables):
     """NaN on padding, rows beyond the vocabulary, and texts one by one: the same sum."""
@@ -226,6 +235,13 @@ def test_wrong_input_is_one_line(pair, kd):
             CrossTokenizerKD(*tokenizers, *arguments, **settings)
     with pytest.raises(ValueError, match="a list of strings, got \\['int'\\]"):
         kd.collate([3])
+    with pytest.raises(ValueError, match="a list of strings, got one string"):
+        kd.collate("a story")
+    assert torch.equal(kd.collate(np.array(["a", "b c"])).labels, kd.collate(["a", "b c"]).labels)
+    backend = tokenizers[0].backend_tokenizer
+    assert align.fingerprint(backend) == align.fingerprint(tokenizers[0])
+    with pytest.raises(ValueError, match=r"tokenizers.Tokenizer: expected a fast tokenizer"):
+        CrossTokenizerKD(backend, tokenizers[1], "alm")
     with pytest.raises(ValueError, match="holds half of a surrogate pair, which is no text"):
         kd.collate(["a", "b \ud83d"])
     batch = kd.collate(["a story"])
@@ -279,6 +295,8 @@ def test_values_are_bounded_as_flags_are(pair, tables, name):
 
 def test_all_parameters_of_the_losses_have_bounds():
     """Flags that a loss reads and calls take have one table."""
+    with pytest.raises(ValueError, match=r"temperature=1000.*: expected a number"):
+        check_value("temperature", 10**400)  # no float holds it
     assert {*NUMBERS, *CHOICES} == {*VALUES, "max_length", "topk_of"}
     kept = torch.tensor([3, 1])
     with pytest.raises(ValueError, match="kept_K: expected a tensor of int64, the sorted ids"):

@@ -84,6 +84,19 @@ def test_equal_tokenizers_at_agreement_have_nothing_to_learn(name):
             assert abs(value) < 1e-4 + 2e-5 * tau**2
 
 
+@pytest.mark.parametrize("kept_K", [None, torch.tensor([0, 2, 5])])
+def test_a_projection_of_long_chunks_has_nothing_to_learn_at_agreement(kept_K):
+    """Several tokens on either side, whose mass in the kept columns differs."""
+    generator = torch.Generator().manual_seed(0)
+    x = 3 * torch.randn(1, 7, 6, generator=generator, dtype=cases.F64)
+    x.requires_grad_()
+    chunk = torch.tensor([[0, 0, 0, 1, 2, 2, -1]])
+    value, count = losses.projection_kl(
+        x, x, chunk, chunk, torch.arange(6)[:, None], torch.ones(6, 1), kept_K=kept_K)
+    assert count == 3 and abs(value) < 1e-6
+    assert cases.gradient(value, x).abs().max() < 1e-6
+
+
 @of_every_loss
 @pytest.mark.parametrize("side", [0, 1])
 def test_rows_that_are_not_read_may_hold_anything_and_one_that_is_spoils_the_loss(name, side):
@@ -327,6 +340,24 @@ def test_wrong_input_is_one_line():
         losses.forward_kl(x, x, mask, top_k=2, support="both")
     with pytest.raises(ValueError, match="'kl': no such divergence"):
         losses.position_divergence("kl", x, x, mask)
+    for of_one in (x[0], x[None]):
+        with pytest.raises(ValueError, match=r"student logits are \(.*expected floats \(samples, "):
+            losses.forward_kl(of_one, of_one, None)
+    chunks = chunk_S, chunk_S
+    for compute in (
+        lambda tau: losses.forward_kl(x, x, mask, temperature=tau),
+        lambda tau: losses.forward_kl(x, x, mask, teacher_temperature=tau),
+        lambda tau: losses.alm(x, x, next_S, next_S, *chunks, temperature=tau),
+        lambda tau: losses.uld(x, x, next_S, next_S, *chunks, temperature=tau),
+    ):
+        for tau in (0, 0.0, -1.0, torch.nan, torch.inf):
+            with pytest.raises(ValueError, match=r"temperature=.*: expected a number above 0"):
+                compute(tau)
+    for name, wrong in (("generalized_jsd", {"beta": 2}), ("generalized_jsd", {"beta": torch.nan}),
+                        ("adaptive_kl", {"alpha": -0.1}), ("skew_forward_kl", {"skew": 1}),
+                        ("skew_reverse_kl", {"skew": 1.5})):
+        with pytest.raises(ValueError, match=f"{name}: its coefficient is .*; expected 0 to 1"):
+            getattr(losses, name)(x, x, mask, **wrong)
 
 
 # the sides whose tokens the tables of a loss know
@@ -380,6 +411,31 @@ def test_cross_entropy_without_selection_is_that_of_torch_bit_for_bit(dtype, lab
             x, labels, reduction=reduction, select=False)
         assert torch.allclose(terms.sum(), value)
         assert weights.sum() == count
+
+
+def test_the_likeliest_token_is_never_unlikely():
+    """At alpha 1 it alone is likely, however the sum of all probabilities is rounded."""
+    generator = torch.Generator().manual_seed(0)
+    logp, logq = torch.randn(2, 500, 40, generator=generator).log_softmax(-1)
+    gap = (logp.exp() - logq.exp()).abs()
+    expected = gap.gather(1, logq.argmax(1, keepdim=True)).squeeze(1) / gap.sum(1)
+    torch.testing.assert_close(losses.adaptive_weight(logp, logq, 1.0), expected)
+
+
+@pytest.mark.parametrize("side", [0, 1])
+def test_two_float_types_are_compared_in_the_wider_one(side):
+    x, y = [logits.detach() for logits in (LogitsCase(2).x, LogitsCase(2).y)]
+    ids = torch.arange(x.shape[1]).expand(x.shape[:2])
+    common = torch.arange(3), torch.arange(3)
+    for loss in (*[getattr(losses, name) for name in COEFFICIENTS],
+                 lambda x, y, _: losses.uld(x, y, ids, ids, ids, ids, common=common)):
+        for narrow in (torch.float32, torch.bfloat16):
+            mixed = [x, y]
+            mixed[side] = mixed[side].to(narrow)
+            expected, _ = loss(*[logits.double() for logits in mixed], None)
+            value, _ = loss(*mixed, None)
+            assert value.dtype == cases.F64
+            torch.testing.assert_close(value, expected, rtol=1e-5, atol=1e-6)
 
 
 def test_common_tokens_are_used_once():

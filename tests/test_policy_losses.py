@@ -80,6 +80,8 @@ def test_the_prefix_ratio_is_limited_and_has_no_gradient():
     assert torch.allclose(clamped, torch.tensor([up, down], dtype=F64))
     # a product of e^5000 is clamped, not inf; NaN stays to be seen
     assert policy_losses.prefix_ratio(logp + 5000, old_logp, mask, 2.0).max() == 2
+    nothing = torch.zeros(2, 0)
+    assert policy_losses.prefix_ratio(nothing, nothing, nothing > 0, 2.0).shape == (2, 0)
     logp = logp.detach().clone()
     logp[0, 1] = torch.nan
     assert policy_losses.prefix_ratio(logp, old_logp, mask, 2.0)[0, 2:].isnan().all()

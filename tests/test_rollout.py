@@ -227,6 +227,41 @@ def test_mode_and_random_state_stay(model):
     assert not model.training
 
 
+def test_errors_leave_the_mode_as_it_was(model):
+    def fail(*_):
+        raise ZeroDivisionError
+
+    class Picky(Fixed):
+        """One whose own code refuses padding, and, `alone`, a text without a cache."""
+
+        dtype = torch.float32
+        alone = False
+
+        def forward(self, input_ids, attention_mask=None, use_cache=True, **options):
+            if attention_mask is not None or (self.alone and not use_cache):
+                raise ZeroDivisionError
+            return super().forward(input_ids, **options)
+
+    picky = Picky(torch.tensor([2.0, -2.0]))
+    for training in (True, False):
+        model.train(training)
+        for options in ({"on_written": fail}, {"agree": fail}):
+            with pytest.raises(ZeroDivisionError):
+                rollout.write(model, prompts(3), [STOP], VOCAB, **options)
+            assert model.training == training and torch.is_grad_enabled()
+        with pytest.raises(ZeroDivisionError):
+            rollout.write(model, [rollout.Prompt([1], (0,), 3, fail)], [STOP], VOCAB)
+        picky.train(training)
+        assert rollout.needs_equal_lengths(picky, 2)
+        assert model.training == picky.training == training
+        picky.alone = True
+        with pytest.raises(ZeroDivisionError):
+            rollout.needs_equal_lengths(picky, 2)
+        assert picky.training == training
+        picky.alone = False
+    model.eval()
+
+
 def test_processes_take_as_many_passes(model):
     """Two processes in turn, with unequal work: each has a pass for each of the other's."""
     passes = []
@@ -259,6 +294,10 @@ def test_nothing_to_write_and_written_batches_are_reported(model):
 def test_wrong_prompts_and_models():
     with pytest.raises(ValueError, match="no token"):
         rollout.write(Fixed(torch.zeros(4)), [rollout.Prompt([], (0,), 5)], [])
+    for length, options in ((5, {"top_p": 0}), (5, {"top_p": 1.1}), (5, {"top_p": torch.nan}),
+                            (5, {"temperature": -1}), (5, {"temperature": torch.nan}), (-1, {})):
+        with pytest.raises(ValueError, match=r"max_new_tokens=.*; expected 0 or more, above"):
+            rollout.write(Fixed(torch.zeros(4)), [rollout.Prompt([1], (0,), length)], [], **options)
     forgetful = Fixed(torch.zeros(4))
     forgetful.forward = lambda input_ids, **_: SimpleNamespace(logits=torch.zeros(1, 1, 4))
     with pytest.raises(ValueError, match="no key/value cache"):

@@ -113,9 +113,33 @@ def test_the_rest_is_no_event_where_every_cell_has_a_kept_token():
     torch.testing.assert_close(losses.forward_kl(logp[None], logq[None], None)[0], kl)
 
 
+def projected_events(p, q, kept_K, known):
+    """Coarse-grain what both models say of a chunk into the events that `projection_kl` compares.
+
+    Args:
+        p, q: 8 masses of teacher tokens for each position; known: the tokens that each row keeps.
+    Returns:
+        masses of the student, of the teacher: of each event.
+    """
+    if all(len(tokens) == 8 for tokens in known):  # all is known: given that a column is kept
+        p, q = [[oracle.normalized([row[w] for w in kept_K]) for row in side] for side in (p, q)]
+        return mean_of(p), mean_of(q)
+    outcomes = [w for w in kept_K if any(w in tokens for tokens in known)]
+    # what a row does not keep is in its rest, as far as it knows
+    q = [[row[w] if w in tokens else oracle.ZERO for w in outcomes]
+         for row, tokens in zip(q, known)]
+    p = [[row[w] for w in outcomes] for row in p]
+    return tuple(mean_of([[*row, 1 - sum(row, oracle.ZERO)] for row in side]) for side in (p, q))
+
+
+def mean_of(rows):
+    return [sum(column) / len(rows) for column in zip(*rows)]
+
+
 @pytest.mark.parametrize("reverse", [False, True])
-@pytest.mark.parametrize("top_k", [2, 8])
-def test_projections_compare_the_rest_with_the_columns_of_which_nothing_is_kept(reverse, top_k):
+@pytest.mark.parametrize("top_k", [2, 5, 8])
+@pytest.mark.parametrize("kept_K", [range(8), [0, 1, 3, 4, 5, 7], [2, 6], [5]])
+def test_projections_compare_the_rest_with_what_is_not_kept(reverse, top_k, kept_K):
     """Three chunks, of which one has two teacher tokens; with 8 kept tokens there is no rest."""
     generator = torch.Generator().manual_seed(1)
     x = torch.randn(1, 5, 6, generator=generator)
@@ -124,40 +148,41 @@ def test_projections_compare_the_rest_with_the_columns_of_which_nothing_is_kept(
     indices = torch.tensor([[0, 1], [2, -1], [3, 4], [5, -1], [6, 0], [7, 2]])
     likelihoods = torch.tensor([[0.9, 0.1], [1, 0], [0.7, 0.3], [1, 0], [0.5, 0.5], [0.8, 0.2]])
     labels = torch.randint(8, (1, 4), generator=generator)
-    kept_K = torch.tensor([0, 1, 3, 4, 5, 7])
     rows = truncated(y, labels, top_k, TAU)
-    expected = oracle.ZERO
+    x.requires_grad_()
+    expected = 0 * x.double().sum()  # where no column is an event of its own nothing else is left
     for b, student_positions, teacher_positions in oracle.chunks(*chunks):
-        r = [oracle.ZERO] * 8
-        for t in student_positions:
-            masses = oracle.project(oracle.softmax(x[b, t].double(), TAU), indices, likelihoods, 8)
-            r = [old + new / len(student_positions) for old, new in zip(r, masses)]
-        r = oracle.normalized([r[w] for w in kept_K.tolist()])
-        target = [oracle.ZERO] * (len(kept_K) + 1)
-        for t in teacher_positions:
-            q = oracle.softmax(y[b, t].double(), TAU)
-            kept = kept_tokens(y[b, t], labels[b, t], top_k)
-            masses = [q[w] if w in kept else oracle.ZERO for w in kept_K.tolist()]
-            masses.append(sum((q[w] for w in range(8) if w not in kept), oracle.ZERO))
-            for i, mass in enumerate(oracle.normalized(masses)):
-                target[i] = target[i] + mass / len(teacher_positions)
-        outcomes = [i for i in range(len(kept_K)) if target[i] > 0]
-        others = [r[i] for i in range(len(kept_K)) if i not in outcomes]
-        p = [r[i] for i in outcomes] + [sum(others, oracle.ZERO)]
-        q = [target[i] for i in outcomes] + [target[-1]]
+        p = [oracle.project(oracle.softmax(x[b, t], TAU), indices, likelihoods, 8)
+             for t in student_positions]
+        q = [oracle.softmax(y[b, t], TAU) for t in teacher_positions]
+        known = [kept_tokens(y[b, t], labels[b, t], top_k) for t in teacher_positions]
+        p, q = projected_events(p, q, list(kept_K), known)
         expected = expected + TAU**2 * (oracle.kl(p, q) if reverse else oracle.kl(q, p))
-    ours, count = losses.projection_kl(
-        x, rows, *chunks, indices, likelihoods, kept_K=kept_K, temperature=TAU,
-        reverse=reverse, has_rest=True)
+    kept_K = torch.tensor(list(kept_K))
+    options = dict(kept_K=kept_K, temperature=TAU, reverse=reverse, has_rest=True)
+    ours, count = losses.projection_kl(x, rows, *chunks, indices, likelihoods, **options)
     assert count == 3
-    torch.testing.assert_close(ours.double(), expected, rtol=1e-5, atol=1e-6)
-    # the same from the kept columns alone, as the job reads them
-    columns = torch.cat([kept_K, torch.tensor([8])])
-    entries = losses.projection_entries(indices, likelihoods, 8, kept_K)
-    from_columns, _ = losses.projection_kl(
-        x, rows[..., columns], *chunks, indices, likelihoods, temperature=TAU, reverse=reverse,
-        entries=entries, has_rest=True)
-    torch.testing.assert_close(from_columns, ours)
+    torch.testing.assert_close(ours.double(), expected, rtol=1e-5, atol=2e-6)
+    torch.testing.assert_close(gradient(ours, x), gradient(expected, x), rtol=1e-4, atol=1e-5)
+    # the same with entries that are listed before, as in the job
+    entries = losses.projection_entries(indices, likelihoods, 8, kept_K, has_rest=True)
+    listed, _ = losses.projection_kl(
+        x, rows, *chunks, indices, likelihoods, entries=entries, **options)
+    assert listed == ours
+
+
+@pytest.mark.parametrize("reverse", [False, True])
+@pytest.mark.parametrize("kept_K", [None, torch.arange(3), torch.tensor([0, 5, 7])])
+def test_projections_of_models_that_agree_have_nothing_to_learn(reverse, kept_K):
+    _, y, labels = random_rows(9, 4)
+    rows = truncated(y, labels, 3, TAU)
+    chunk = torch.arange(y.shape[1])[None]
+    x = y.clone().requires_grad_()
+    value, _ = losses.projection_kl(
+        x, rows, chunk, chunk, torch.arange(9)[:, None], torch.ones(9, 1), kept_K=kept_K,
+        temperature=TAU, reverse=reverse, has_rest=True)
+    assert abs(value) < 1e-5
+    assert gradient(value, x).abs().max() < 1e-6
 
 
 def test_alm_reads_the_labels_alone_so_that_it_is_exact():

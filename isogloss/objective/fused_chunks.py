@@ -460,20 +460,20 @@ def write_projected(
     x_NE = x.index_select(0, row_S).index_select(1, entries.row_E)
     weight_E = entries.weight_E.to(x.dtype)
     r_NK = columns.sum((x_NE - total_n.index_select(0, row_S)[:, None]).exp() * weight_E)
+    all_N1 = r_NK.sum(-1, keepdim=True) + EPSILON
+    r_NK = r_NK / all_N1
     r_CK = losses.chunk_mean(r_NK, of_S, count_C)
     q_MK = (at_least_float32(y_mK.index_select(0, chunks.row_T)) / temperature).softmax(-1)
     q_CK = losses.chunk_mean(q_MK, chunks.of_T, chunks.count_T)
     logq_CK = q_CK.clamp(min=TINY_MASS).log()
-    all_C1 = r_CK.sum(-1, keepdim=True) + EPSILON
-    r_CK = r_CK / all_C1
     logp_CK = (r_CK + EPSILON).log()
     value_CK, slope_CK = kl_and_slope(logp_CK, logq_CK, reverse)
     weight_C = temperature**2 * weight_n.index_select(0, chunks.first_S)
-    d_CK = slope_CK / (r_CK + EPSILON)
-    d_CK = (d_CK - (d_CK * r_CK).sum(-1, keepdim=True)) / all_C1
-    d_NK = ((weight_C / count_C)[:, None] * d_CK).index_select(0, of_S)
+    d_CK = (weight_C / count_C)[:, None] * slope_CK / (r_CK + EPSILON)
+    d_NK = d_CK.index_select(0, of_S)
+    d_NK = (d_NK - (d_NK * r_NK).sum(-1, keepdim=True)) / all_N1
     d_NE = d_NK.index_select(1, entries.column_E) * weight_E
-    mean_N = (d_NK * r_NK).sum(-1)
+    mean_N = (d_NK * r_NK * all_N1).sum(-1)
     d_NV = (tokens.sum(d_NE) - mean_N[:, None]) / temperature
     numbers = torch.arange(len(row_S), device=x.device)
     number_n = torch.full_like(label_n, -1).index_copy(0, row_S, numbers)

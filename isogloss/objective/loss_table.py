@@ -50,7 +50,7 @@ class DistillationLoss:
             gradient of both over the student's logits.  None: autograd computes it.
         spelling: tables from which the data workers list the nodes of a translation, or None.
         for_columns: sorted teacher columns (K,) -> (loss_fn, write_gradient) for teacher logits
-            (m, K) of these alone; None: it needs all columns.
+            (m, K) of these alone, truncated ones whole; None: it needs all columns.
         coverage: (teacher logits, SubTile) -> {metric: (sum, count)}, what the loss covers, or
             None.
         coverage_names: the metrics of `coverage` that an evaluation logs.

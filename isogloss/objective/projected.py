@@ -74,8 +74,8 @@ def build_projection_kl(cfg, pair, device, has_rest=False):
         raise ValueError("--projection: no student token maps to a token of the teacher; build it "
                          "for these two models")
 
-    def compare(listed):
-        """Return the loss of all columns that the logits have."""
+    def compare(listed, kept_K):
+        """Return the loss of `losses.Entries`; kept_K: see `losses.projection_kl`."""
 
         def loss_fn(student_logits, teacher_logits, sub_tile, observe=None, bound=None):
             entries = listed
@@ -86,20 +86,20 @@ def build_projection_kl(cfg, pair, device, has_rest=False):
             return losses.projection_kl(
                 student_logits[None], teacher_logits[None], ids.student_chunk, ids.teacher_chunk,
                 indices, likelihoods, temperature=cfg.temperature, weight_BS=ids.weight,
-                entries=entries, chunks=sub_tile.terms, has_rest=has_rest, observe=observe,
-                bound=bound, chunk_average=options["chunk_average"], reverse=options["reverse"])[0]
+                kept_K=kept_K, entries=entries, chunks=sub_tile.terms, has_rest=has_rest,
+                observe=observe, bound=bound, chunk_average=options["chunk_average"],
+                reverse=options["reverse"])[0]
 
         return loss_fn
 
-    def both(listed):
-        """Return the loss of the columns, and what writes its gradient, or None."""
+    def for_columns(kept_K):
+        """Return the loss of these columns, or of all, and what writes its gradient, or None."""
+        # once per step, not once per sub-tile: it goes through all V * K entries
+        listed = losses.projection_entries(indices, source, num_tokens, kept_K, has_rest)
         is_written = not (learned or has_rest)
         gradient = write_projected(cfg, listed, len(indices), device) if is_written else None
-        return compare(listed), gradient
-
-    def for_columns(kept_K):
-        # once per step, not once per sub-tile: it goes through all V * K entries
-        return both(losses.projection_entries(indices, source, num_tokens, kept_K))
+        # truncated rows are whole, since what is outside of the columns is in their rest
+        return compare(listed, kept_K if has_rest else None), gradient
 
     def coverage(teacher_logits, sub_tile):
         mass_T = losses.at_least_float32(teacher_logits[sub_tile.teacher_chunk >= 0]).softmax(-1)
@@ -107,9 +107,9 @@ def build_projection_kl(cfg, pair, device, has_rest=False):
         return {"unreachable_mass": (of_tokens[:, ~reachable_W].sum(), len(mass_T))}
 
     return DistillationLoss(
-        *both(losses.projection_entries(indices, source, num_tokens)), for_columns=for_columns,
-        coverage=coverage, coverage_names=("unreachable_mass",), indices_VK=indices,
-        learned_projection=learned, is_observed=True)
+        *for_columns(None), for_columns=for_columns, coverage=coverage,
+        coverage_names=("unreachable_mass",), indices_VK=indices, learned_projection=learned,
+        is_observed=True)
 
 
 def write_projected(cfg, listed, num_tokens, device):

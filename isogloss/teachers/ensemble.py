@@ -12,7 +12,6 @@ from isogloss.align import fingerprint
 from isogloss.teachers.group import TeacherGroup
 from isogloss.teachers.mixing import average_teachers, common_events
 from isogloss.teachers.protocol import TeacherSpec, load_teacher
-from isogloss.teachers.text_scores import ScoredLogits
 from isogloss.tiles import SelectedColumns
 
 
@@ -23,13 +22,11 @@ class EnsembleLogits(NamedTuple):
         members: LogitsSource of every teacher.
         weights_M: (M,) float, summing to 1.
         vocab: tokens of the teachers.
-        is_truncated: some members keep some tokens alone; then rows have a column more.
     """
 
     members: tuple
     weights_M: torch.Tensor
     vocab: int
-    is_truncated: bool = False
 
     def __call__(self, positions):
         logits = [member(positions)[None] for member in self.members]
@@ -37,8 +34,6 @@ class EnsembleLogits(NamedTuple):
         return average_teachers(logits, self.weights_M)[0]
 
     def columns(self, ids):
-        if self.is_truncated:
-            ids = torch.cat([ids, ids.new_full((1,), self.vocab)])
         return SelectedColumns(self, ids)
 
     @property
@@ -95,21 +90,17 @@ class EnsembleTeacher(TeacherGroup):
     spec: EnsembleSpec
 
     def targets(self, batch):
-        logits = [member.targets(batch) for member in self.members]
-        return self._mean(logits, batch, self.spec.is_truncated)
+        return self._mean([member.targets(batch) for member in self.members], batch)
 
     def whole_targets(self, batch):
-        logits = [member.whole_targets(batch) for member in self.members]
-        # what a cache has truncated stays so
-        is_truncated = any(isinstance(source, ScoredLogits) for source in logits)
-        return self._mean(logits, batch, is_truncated)
+        return self._mean([member.whole_targets(batch) for member in self.members], batch)
 
-    def _mean(self, logits, batch, is_truncated):
+    def _mean(self, logits, batch):
         total = sum(self.spec.weights)  # they are in any unit
         # filled where they are: to copy numbers to a GPU would wait for it
         weights = [torch.full((), weight / total, device=batch.ids.device)
                    for weight in self.spec.weights]
-        return EnsembleLogits(tuple(logits), torch.stack(weights), self.spec.vocab, is_truncated)
+        return EnsembleLogits(tuple(logits), torch.stack(weights), self.spec.vocab)
 
 
 def plan_ensemble(cfg, student, encoders, configs, device):

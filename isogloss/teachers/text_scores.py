@@ -167,9 +167,6 @@ class ScoredLogits:
     def __call__(self, positions):
         return self.logits(positions)
 
-    def columns(self, ids):
-        return self.logits.columns(ids)
-
     @classmethod
     def empty(cls, width, vocab):
         """Return the ScoredLogits of no position, of which each would have `width` tokens."""
