@@ -191,7 +191,7 @@ TOOLS = (
     "align_dp", "spelling", "rollout", "policy_losses",
     "data.options.term_weights", "data.options.text_keys",
     "flags.lists", "flags.tool", "job.commands.engine_process", "job.commands.kept_process",
-    "job.ipc", "job.sequence_group", "job.trial", "job.several.values",
+    "job.ipc", "job.sequence_group", "job.trial", "job.several.others", "job.several.values",
     "projection_tools.__main__", "projection_tools.save", "models.adapter_parts",
     "models.compiled_formula", "models.compiler", "models.compiled_layers", "student.whole_student",
     "teachers.group", "teachers.mixing", "teachers.text_scores",

@@ -12,7 +12,7 @@ import pytest
 import jobs
 import ranks
 from conftest import ROOT, asset
-from isogloss.job.processes import is_running
+from isogloss.job.several.others import is_running
 from launched import no_trouble, rank_with_trouble, wait_until
 
 

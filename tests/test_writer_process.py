@@ -19,8 +19,8 @@ from isogloss.data.batch_types import Batch
 from isogloss.data.rollouts import HELD_OUT
 from isogloss.errors import EngineError, EngineStopped
 from isogloss.job.launch import start_distributed
-from isogloss.job.processes import is_running
 from isogloss.job.several.launchers import _parent_and_session
+from isogloss.job.several.others import is_running
 from isogloss.job.watch import StopSignals
 from isogloss.rollout import Prompt
 from isogloss.writing import on_policy

@@ -91,12 +91,6 @@ def signal_handlers_restored():
             signal.signal(number, handler)
 
 
-def ignore_stop_signals():
-    """Ignore them: a rank for teachers alone serves until the student's ranks have saved."""
-    for number in STOP_SIGNALS:
-        signal.signal(number, signal.SIG_IGN)
-
-
 def end_with_launchers():
     """Return a context in which this rank gets SIGTERM once a launcher of it is gone."""
     return door("launchers").end_with_launchers() if "RANK" in os.environ else nullcontext()

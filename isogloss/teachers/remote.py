@@ -14,6 +14,7 @@ R replicas of a teacher, replica r serves clients r, r + R, ...
 
 import contextlib
 import itertools
+import signal
 from collections import deque
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -24,7 +25,7 @@ from isogloss.errors import EngineError
 from isogloss.job import ipc
 from isogloss.job.launch import fail_alone, fail_together
 from isogloss.job.rendezvous import TRAINING_TIMEOUT
-from isogloss.job.watch import current_watch, ignore_stop_signals
+from isogloss.job.watch import STOP_SIGNALS, current_watch
 from isogloss.teachers.engines.whole import TeacherOfIds, model_input
 from isogloss.teachers.group import SilentTeacher
 from isogloss.teachers.model import ModelSpec
@@ -406,7 +407,8 @@ def serve_teachers(cfg, roles, device):
             plain |= {"same_ids": True, "sequence_parallel_size": 1}
             teachers.append(load_teacher(ModelSpec(**plain, device=device)))
     current_watch().training = True
-    ignore_stop_signals()  # the student takes a checkpoint first
+    for number in STOP_SIGNALS:  # the student takes a checkpoint first
+        signal.signal(number, signal.SIG_IGN)
     roles = client_roles(roles, cfg.pipeline_parallel)
     size = client_size(roles, cfg.sequence_parallel)
     with fail_alone(EngineError, code=1):

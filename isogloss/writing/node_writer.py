@@ -22,8 +22,8 @@ from isogloss.data.ends import stop_ids
 from isogloss.data.sample import TextEncoder
 from isogloss.errors import EngineError, EngineStopped
 from isogloss.job.commands.engine_process import PERIOD
-from isogloss.job.processes import node_name
 from isogloss.job.rendezvous import values_of_ranks
+from isogloss.job.several.others import node_name
 from isogloss.models.adapter_parts import plain_name
 from isogloss.models.parts import is_adapter
 from isogloss.student.whole_student import refresh_plain

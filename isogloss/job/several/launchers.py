@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from isogloss.flags.parse import is_first_rank, line_about
-from isogloss.job.processes import is_running
+from isogloss.job.several.others import is_running
 from isogloss.job.watch import PERIOD
 
 

@@ -16,9 +16,9 @@ from typing import NamedTuple
 import torch.distributed as dist
 
 from isogloss.job.layout import place_in_job
-from isogloss.job.processes import is_running, node_name
 from isogloss.job.rendezvous import job_store
 from isogloss.job.several import values
+from isogloss.job.several.others import is_running, node_name
 from isogloss.job.watch import PERIOD, print_line
 
 # Seconds for a rank to end by itself, when its collectives fail or all ranks refuse an input.  Not
