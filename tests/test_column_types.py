@@ -63,8 +63,8 @@ def test_chats_that_are_objects_of_lists_are_read(tmp_path, written, first, seco
     ending = {"save_to_disk": "", "to_parquet": ".parquet", "to_json": ".jsonl"}[written]
     source = tmp_path / f"a{ending}"
     getattr(frame, written)(source)
-    expected = [[("user", "a", []), ("assistant", "", [call]), ("user", "c", [])], [],
-                [("user", "d", [])]]
+    expected = [[("user", "a", None), ("assistant", "", [call]), ("user", "c", None)], [],
+                [("user", "d", None)]]
     for dataset in opened(source, "chat", json_keys=("parts",), optional_keys=("tools",)):
         assert holds_chats(dataset, "chat")
         reader = ExampleReader("chat", source=str(source), tools_key="tools", prompt_key="parts",

@@ -127,7 +127,8 @@ def folder(tmp_path_factory):
         (folder / f"{name}.jsonl").write_text("\n".join(lines))
     rows = [{"messages": CHAT, "tools": [TOOL], "id": "007"},
             {"messages": CHAT[:2], "hint": "42", "level": 3},
-            {"messages": CHAT[:1], "id": "a user alone"}]
+            {"messages": CHAT[:1], "id": "a user alone"},
+            {"messages": CHAT[1:2], "id": "an assistant alone"}]
     (folder / "three.jsonl").write_text("\n".join(map(json.dumps, rows)))
     (folder / "judge_of_tests.py").write_text(JUDGE)
     return folder
@@ -198,12 +199,13 @@ def test_the_most_likely_answers_are_those_of_generate(folder, teacher, tmp_path
         expected = generated(model, tokenizer, [tokenizer.bos_token_id, *ids])
         assert row["completion"] == expected
         assert set(row) == {"prompt", "completion", "written"}
-    several, hinted = chats  # of the third row there is nothing to write anew
+    several, hinted, asked = chats  # nobody asks in the fourth row
     assert header["no_prompt"] == 1
     assert [message.get("weight") for message in several["messages"]] == [None, 0, None, None]
     assert several["tools"] == [TOOL] and several["id"] == "007"
     assert hinted["hint"] == "42" and hinted["level"] == 3
-    for row, hint in ((several, []), (hinted, [{"role": "system", "content": "42"}])):
+    assert asked["messages"][:-1] == CHAT[:1] and asked["id"] == "a user alone"
+    for row, hint in ((several, []), (hinted, [{"role": "system", "content": "42"}]), (asked, [])):
         ids = prompt_ids(tokenizer, [*hint, *row["messages"][:-1]])
         assert row["messages"][-1]["content"] == generated(model, tokenizer, ids)
 
@@ -423,8 +425,9 @@ def test_a_server_answers_texts_and_chats_with_tools(folder, tmp_path):
     assert all(row["completion"] == f" {len(row['prompt'])}" for row in texts)
     assert not any(row["written"]["ended"] for row in texts) and len(texts) == 24
     header, chats = rows_of(tmp_path / "three.jsonl")
-    assert header["no_prompt"] == 1 and header["tokens"] == 16
+    assert header["no_prompt"] == 1 and header["tokens"] == 24
     assert chats[0]["messages"][-1] == {"role": "assistant", "content": "", "tool_calls": [CALL]}
+    assert [row["messages"][:-1] for row in chats[2:]] == [CHAT[:1]] * 4
     seeds = {row["messages"][-1]["content"] for row in chats[2:]}
     assert len(seeds) == 2 and all(row["written"]["ended"] for row in chats)
     bodies = [body for path, body in server.requests if path == "/v1/chat/completions"]
