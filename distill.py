@@ -60,9 +60,6 @@ def train_student(cfg, roles, device):
     """Run a rank of the student from its inputs to its export."""
     with launch.fail_together(roles, "inputs"):
         inputs = check_inputs(cfg, device, roles)
-        if dist.get_rank() == 0:
-            os.makedirs(cfg.output_dir, exist_ok=True)
-            inputs.lock = locked("--output_dir", cfg.output_dir)
     build.announce_teachers(inputs, roles)
     launch.seed_draws(cfg.seed + dist.get_rank())  # of dropout; the order of the data has its own
     with launch.fail_together(roles, "models"):
@@ -70,6 +67,10 @@ def train_student(cfg, roles, device):
     with ExitStack() as stack:
         build.prepare(state, inputs, roles, stack)
         stack.callback(end_workers)  # before all others: they hold the pipes of a writer, too
+        with launch.fail_together(what="lock"):
+            if dist.get_rank() == 0:  # now that all that is wrong with the input is known
+                os.makedirs(cfg.output_dir, exist_ok=True)
+                inputs.lock = locked("--output_dir", cfg.output_dir)
         start = build.resume(state, inputs)
         once.announce(state, inputs, start)
         signals = watch.StopSignals()  # before data workers start, which inherit its handlers
