@@ -64,21 +64,22 @@ def train_student(cfg, roles, device):
     launch.seed_draws(cfg.seed + dist.get_rank())  # of dropout; the order of the data has its own
     with launch.fail_together(roles, "models"):
         state = build.build_state(cfg, inputs, device, roles)
-    with ExitStack() as stack:
-        build.prepare(state, inputs, roles, stack)
-        stack.callback(end_workers)  # before all others: they hold the pipes of a writer, too
-        with launch.fail_together(what="lock"):
-            if dist.get_rank() == 0:  # now that all that is wrong with the input is known
-                os.makedirs(cfg.output_dir, exist_ok=True)
-                inputs.lock = locked("--output_dir", cfg.output_dir)
-        start = build.resume(state, inputs)
-        once.announce(state, inputs, start)
-        signals = watch.StopSignals()  # before data workers start, which inherit its handlers
-        batches, held_out = build.read_batches(state, inputs, start, signals)
-        with launch.fail_alone(DataError), launch.fail_alone(CannotSave, code=1):
-            log = train(state, batches, held_out, start, inputs, signals)
-    with closing(log):
-        once.write_results(state, inputs)
+    with ExitStack() as to_the_end:
+        with ExitStack() as stack:
+            build.prepare(state, inputs, roles, stack)
+            stack.callback(end_workers)  # before all others: they hold the pipes of a writer, too
+            with launch.fail_together(what="lock"):
+                if dist.get_rank() == 0:  # now that all that is wrong with the input is known
+                    os.makedirs(cfg.output_dir, exist_ok=True)
+                    to_the_end.enter_context(locked("--output_dir", cfg.output_dir))
+            start = build.resume(state, inputs)
+            once.announce(state, inputs, start)
+            signals = watch.StopSignals()  # before data workers start, which inherit its handlers
+            batches, held_out = build.read_batches(state, inputs, start, signals)
+            with launch.fail_alone(DataError), launch.fail_alone(CannotSave, code=1):
+                log = train(state, batches, held_out, start, inputs, signals)
+        with closing(log):
+            once.write_results(state, inputs)
     once.end_unless_taught(state)
 
 

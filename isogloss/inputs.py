@@ -146,7 +146,6 @@ class RunInputs:
         convert: the checkpoint was written in another layout.
         tasks: TaskSuite, or None.
         router_weight: of the loss of the student's routers, 0: they have none.
-        lock: file that keeps other jobs out of --output_dir until this one ends.
     """
 
     student: TextEncoder
@@ -157,7 +156,6 @@ class RunInputs:
     convert: bool = False
     tasks: "TaskSuite | None" = None
     router_weight: float = 0.0
-    lock: object = None
 
     def collator(self, cfg, device):
         """Return the Collator of the run, whose Config and device these are."""
