@@ -89,7 +89,7 @@ def test_same_loss_and_gradient_of_every_kind_in_every_layout(models, texts, cac
             assert abs(ours.metrics["loss"] - loss) <= 1e-6 * loss, (sequence_parallel, ours.case)
             steps.check_gradients(f"sequences over {sequence_parallel}", ours.gradients, other)
         # however many ranks there are, each text is asked for once in a step
-        num_texts = sum(sample is not None for sample in samples)
+        num_texts = sum(map(bool, samples))
         assert len(masked.prompts()) == len(CASES) * num_texts + 1  # one before the first step
 
 
