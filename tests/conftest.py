@@ -150,8 +150,8 @@ def chat_models(models, tmp_path_factory):
         folder = tmp_path_factory.mktemp("chat") / name
         shutil.copytree(model, folder)
         (folder / "chat_template.jinja").write_text(
-            "{% if thinks %}!{% endif %}{% for message in messages %}{{ message.role + ': ' + "
-            "message.content + '" + end + "' }}{% endfor %}")
+            "{% if thinks or enable_thinking %}!{% endif %}{% for message in messages %}"
+            "{{ message.role + ': ' + message.content + '" + end + "' }}{% endfor %}")
         folders.append(str(folder))
     return folders
 
