@@ -429,7 +429,7 @@ def test_a_server_answers_texts_and_chats_with_tools(folder, tmp_path):
     assert chats[0]["messages"][-1] == {"role": "assistant", "content": "", "tool_calls": [CALL]}
     assert [row["messages"][:-1] for row in chats[2:]] == [CHAT[:1]] * 4
     seeds = {row["messages"][-1]["content"] for row in chats[2:]}
-    assert len(seeds) == 2 and all(row["written"]["ended"] for row in chats)
+    assert len(seeds) == 4 and all(row["written"]["ended"] for row in chats)
     bodies = [body for path, body in server.requests if path == "/v1/chat/completions"]
     assert {body["top_p"] for body in bodies} == {0.5}
     assert {body["max_tokens"] for body in bodies} == {12}
