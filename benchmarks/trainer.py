@@ -5,8 +5,8 @@
 
 ASSETS has models/stories260K, which becomes a student, models/tinytalk_neo_3M, its teacher, and
 text/tinytalk_chat_val.txt.  Of its chats 96 are held out.  An arm is LOSS:WEIGHT:RATE; weight 0 is
-the text alone.  All else is as SFTConfig has it, 100 steps of 8 chats.  A run is a line of
-docs/log/trainer.jsonl; what stands there is not repeated.
+the text alone.  All else is as SFTConfig has it, 100 steps of 8 chats; max_length is the student's
+context.  A run is a line of docs/log/trainer.jsonl; what stands there is not repeated.
 """
 
 import json
@@ -80,8 +80,9 @@ def run(args, loss, weight, rate, seed):
     held_out, train = [Dataset.from_list(part) for part in (rows[:HELD_OUT], rows[HELD_OUT:])]
     with tempfile.TemporaryDirectory() as folder:
         settings = SFTConfig(
-            folder, max_steps=STEPS, learning_rate=rate, seed=seed, data_seed=seed, use_cpu=True,
-            bf16=False, report_to=[], save_strategy="no", per_device_eval_batch_size=16)
+            folder, max_steps=STEPS, max_length=None, learning_rate=rate, seed=seed, data_seed=seed,
+            use_cpu=True, bf16=False, report_to=[], save_strategy="no",
+            per_device_eval_batch_size=16)
         trainer = distilled(SFTTrainer, teacher, tokenizers[1], kd_weight=weight, loss=loss)(
             student, args=settings, train_dataset=train, eval_dataset=held_out,
             processing_class=tokenizers[0])
