@@ -218,6 +218,8 @@ def train_step(state, micro_batches):
     counts = reduce(operator.add, [batch.counts for batch in micro_batches]).all_reduce()
     weights = term_weights(state, counts, len(micro_batches))
     # 2. what the teachers say about all micro-batches
+    for setup in state.teachers:
+        setup.source.wait(len(micro_batches))
     micro_batches = state.uploads.to_device(micro_batches)
     for hook in state.hooks:
         hook.before_step(micro_batches)

@@ -258,8 +258,8 @@ def read_batches(state, inputs, start, signals):
     def asked_to_end():
         return bool(signals.received)
 
-    if state.writer:
-        state.writer.end_when(asked_to_end)
+    for asked in [*(setup.source for setup in state.teachers), *filter(None, [state.writer])]:
+        asked.end_when(asked_to_end)
     cfg = state.cfg
     place = state.places.before(start * state.samples_per_step)
     return load_batches(cfg, inputs, state.engine, state.device, start, place=place,

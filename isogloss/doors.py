@@ -71,6 +71,8 @@ DOORS: dict[str, Door] = {
     "compiled": Door("--compile, which auto is on a GPU", "Layers of one compiled graph.",
                      ("student.options.compiled",), lambda cfg: cfg.compile != "false",
                      *3 * ("student.options.compiled",)),  # checks, changes, prepares
+    "adam": Door("an optimizer without torch_adam, or a GPU", "Which Adam takes the steps.",
+                 ("student.options.own_adam",)),
     "from_scratch": Door("--from_scratch", "A student with random weights.",
                          ("student.options.from_scratch",)),
     "base_card": Door("a base model or teacher with a card", "What its license asks.",
@@ -191,7 +193,8 @@ TOOLS = (
     "align_dp", "spelling", "rollout", "policy_losses",
     "data.options.term_weights", "data.options.text_keys",
     "flags.lists", "flags.tool", "job.commands.engine_process", "job.commands.kept_process",
-    "job.ipc", "job.sequence_group", "job.trial", "job.several.others", "job.several.values",
+    "job.ipc", "job.sequence_group", "job.trial", "job.several.others", "job.several.together",
+    "job.several.values",
     "projection_tools.__main__", "projection_tools.save", "models.adapter_parts",
     "models.compiled_formula", "models.compiler", "models.compiled_layers", "student.whole_student",
     "teachers.group", "teachers.mixing", "teachers.text_scores",

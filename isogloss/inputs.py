@@ -45,7 +45,7 @@ from isogloss.log import check_logs
 from isogloss.models import pretrained
 from isogloss.projection_tools.tokenizers import load_tokenizer
 from isogloss.student.ds_config import batch_sizes, read_ds_config, resolve_ds_config
-from isogloss.student.ds_engine import check_with_deepspeed, compiles_adam
+from isogloss.student.ds_engine import check_with_deepspeed
 from isogloss.targets import TeacherSetup
 from isogloss.teachers.model import reads_more_than_text
 from isogloss.tile_plan import CPU_SUB_TILES, GPU_SUB_TILES, MIB
@@ -202,9 +202,9 @@ def check_inputs(cfg, device, roles=None):
     if cfg.compile == "auto" and device.type == "cpu":
         cfg.settle("compile", "false")
     doors.check(cfg, Layout(student_config, raw_ds_config, num_ranks, roles))
-    facts = num_ranks, student_config.hidden_size, bf16
-    adam = {"on_gpu": device.type == "cuda", "compiles_adam": compiles_adam()}
-    ds_config = resolve_ds_config(raw_ds_config, cfg, *facts, **adam)
+    resolved = partial(resolve_ds_config, raw_ds_config, cfg, num_ranks,
+                       student_config.hidden_size, bf16, on_gpu=device.type == "cuda")
+    ds_config = resolved()
     if cfg.attention == "flash_attention_2":
         from isogloss.student.options.flash_attention import check_flash_attention
 
@@ -213,7 +213,7 @@ def check_inputs(cfg, device, roles=None):
     data = load_data(cfg, student, encoders)
     if cfg.epochs:
         cfg.settle("steps", steps_of_epochs(cfg, data, raw_ds_config))
-        ds_config = resolve_ds_config(raw_ds_config, cfg, *facts, **adam)
+        ds_config = resolved()
     # a teacher of some rows needs to know no others
     for teacher_cfg in configs_by_teacher(cfg).values() if encoders and not cfg.has_routes else ():
         teacher_cfg.teacher_kind.check_data(teacher_cfg, data.parts())

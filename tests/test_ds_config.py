@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+import warnings
 from types import SimpleNamespace
 
 import pytest
@@ -18,6 +19,7 @@ from isogloss.checkpoints.convert import place_step_counters
 from isogloss.student import ds_config
 from isogloss.student.ds_engine import check_with_deepspeed
 from isogloss.student.ds_values import REFUSED, SECTIONS, SWITCHES
+from isogloss.student.options import own_adam
 from jobs import (
     check_same_curve,
     ds_config as written,
@@ -380,18 +382,41 @@ OFFLOADED = {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "
     ("Adam", TORCH_ADAM, {"on_gpu": True}, OFFLOADED, {"fused": True}),
     ("AdamW", TORCH_ADAM | {"fused": False}, {"on_gpu": True}, {}, {}),
     ("AdamW", TORCH_ADAM | {"foreach": True}, {"on_gpu": True}, {}, {}),
-    ("SGD", {}, {"on_gpu": True, "compiles_adam": False}, {}, {}),
-    ("AdamW", {}, {"on_gpu": True}, {}, {}),
-    ("AdamW", {}, {"compiles_adam": False}, {}, {}),
-    ("AdamW", {}, {"on_gpu": True, "compiles_adam": False}, {}, TORCH_ADAM | {"fused": True}),
-    ("AdamW", BIASED, {"on_gpu": True, "compiles_adam": False}, {}, {}),
-    ("AdamW", {}, {"on_gpu": True, "compiles_adam": False}, OFFLOADED, {}),
-    ("AdamW", {"torch_adam": False}, {"on_gpu": True, "compiles_adam": False}, {}, {}),
+    ("SGD", {}, {}, {}, {}),
+    ("SGD", {}, {"on_gpu": True}, {}, {}),
+    ("AdamW", {}, {"on_gpu": True, "has_own": True}, {}, {}),
+    ("AdamW", {}, {}, {}, TORCH_ADAM),
+    ("AdamW", {}, {"has_own": True}, {}, TORCH_ADAM),  # it is CUDA's
+    ("AdamW", {}, {}, OFFLOADED, {}),
+    ("AdamW", {"torch_adam": False}, {}, {}, {}),
+    ("AdamW", {}, {"on_gpu": True}, {}, TORCH_ADAM | {"fused": True}),
+    ("AdamW", BIASED, {"on_gpu": True}, {}, {}),
+    ("AdamW", {}, {"on_gpu": True}, OFFLOADED, {}),
+    ("AdamW", {"torch_adam": False}, {"on_gpu": True}, {}, {}),
 ])
-def test_on_a_gpu_adam_is_fused_unless_the_file_says_how_it_is(name, params, device, more, added):
+def test_adam_is_pytorchs_and_fused_unless_the_file_says_how_it_is(
+        name, params, device, more, added, monkeypatch):
+    has_own = device.get("has_own", False)
+    monkeypatch.setattr(own_adam, "has_own_adam", lambda: has_own)
+    device = {"on_gpu": device.get("on_gpu", False)}
     config = {"train_batch_size": 8, "optimizer": {"type": name, "params": params}} | more
     resolved = resolve(config, device=device)
     assert resolved["optimizer"]["params"] == params | {"lr": 1e-3} | added
+
+
+def test_a_lock_that_a_killed_compiler_left_is_named(tmp_path, monkeypatch):
+    """DeepSpeed waits for it without an end."""
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
+    config = {"train_batch_size": 8, "optimizer": {"type": "AdamW", "params": {}}} | OFFLOADED
+    lock = tmp_path / "py311_cpu" / "cpu_adam" / "lock"
+    lock.parent.mkdir(parents=True)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        resolve(config)
+        lock.touch()
+        resolve(config | {"optimizer": {"type": "AdamW", "params": TORCH_ADAM}})
+        with pytest.raises(UserWarning, match=f"{lock}: another process compiles"):
+            resolve(config)
 
 
 def run_as_on_a_gpu(argv_list):

@@ -1,6 +1,9 @@
 """A server says what the same teacher says here, in every layout; what it cannot say is refused."""
 
 import os
+import signal
+import threading
+import time
 from types import SimpleNamespace
 
 import numpy as np
@@ -12,6 +15,7 @@ import ranks
 from isogloss import distill
 from isogloss.evaluation.evaluate import EvaluationSums, ModelSums, PairSums, metrics_of
 from isogloss.objective.loss_table import DistillationLoss
+from isogloss.teachers import served
 from isogloss.teachers.served import (
     ServedSpec,
     ServedTeacher,
@@ -264,6 +268,50 @@ def test_a_pipeline_asks_on_its_last_stage(models, texts, tmp_path):
     assert len(server.prompts()) == 1 + 3 * 4 + 2 * 3
     for kind in ("served", "cached"):
         check_same(jobs.losses_of(tmp_path / kind, -1), jobs.losses_of(tmp_path / "live", -1))
+
+
+def run_impatiently(argv, hangs):
+    """Run a command line; once a file is there, this rank is asked to end."""
+    served.PATIENCE = 1.0
+    threading.Thread(target=end_once, args=(hangs, os.getpid()), daemon=True).start()
+    return jobs.run_and_listen(argv)
+
+
+def end_once(path, process):
+    while not path.exists():
+        time.sleep(0.1)
+    os.kill(process, signal.SIGTERM)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("num_good", "fault", "flags", "steps", "code"), [
+    (17, "gone", [], 3, 1),
+    (11, "gone", ["--pipeline_parallel=2"], 3, 1),
+    (11, "gone", [], 2, 1),  # in the evaluation behind the second step
+    (7, "gone", ["--pipeline_parallel=2"], 2, 1),
+    (17, "hangs", [], 3, 128 + signal.SIGTERM),
+])
+def test_steps_are_saved_on_all_ranks_where_a_server_is_gone(
+        models, texts, tmp_path, num_good, fault, flags, steps, code):
+    """The first request is the probe's, and a rank asks once about each of its batches."""
+    hangs = tmp_path / "hangs"
+
+    def hang(answers):
+        hangs.touch()
+        time.sleep(60)
+
+    argv = flags_of_job(models, jobs.write_corpus(tmp_path, texts, 20), tmp_path, *flags,
+                        "--steps=8", "--eval_rows=4", f"--output_dir={tmp_path / 'run'}")
+    jobs.ds_config(tmp_path / "ds.json", 1, 2, 2)
+    server = StandIn(models[1], masks_padding=True)
+    server.faults = [None] * num_good + [hang if fault == "hangs" else (500, "gone")] * 99
+    with server.running():
+        argv += [*from_server(server, models), "--teacher_timeout=2" if fault == "gone" else
+                 "--teacher_timeout=600"]
+        for codes, said in ranks.run(2, run_impatiently, argv, hangs):
+            assert codes == [code], said
+    saved = [path.name for path in (tmp_path / "run" / "checkpoints").glob("step_*")]
+    assert saved == [f"step_{steps:07}"]
 
 
 def test_what_does_not_fit_ends_with_one_line(models, untied, texts, tmp_path):

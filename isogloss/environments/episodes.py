@@ -14,10 +14,11 @@ from isogloss.environments.by_turn import compared_by_turn, nats_by_turn
 from isogloss.environments.episode import Episode, heard_by
 from isogloss.environments.process import EnvironmentProcess
 from isogloss.environments.reward import give_advantages, policy_pull, weigh_policy
-from isogloss.errors import EngineError, EngineStopped
+from isogloss.errors import EngineError
 from isogloss.flags.parse import read_options
 from isogloss.flags.terminal import one_line
 from isogloss.job.rendezvous import values_of_ranks
+from isogloss.job.several.together import together
 from isogloss.rollout import hash_counters
 
 __all__ = ["Episodes", "check", "compared_by_turn", "heard_by", "load_episodes", "nats_by_turn",
@@ -84,7 +85,7 @@ class Episodes:
                 episode.hear(answer, encoder, self.cfg.rollout_tokens, is_last)
             if not any(values_of_ranks(bool(self._going()))):
                 break
-        self._together(self.process.end_episodes)
+        together(self.process.end_episodes)
         self._count_failed()
         cfg = self.cfg
         rollouts = [episode.rollout(cfg.rollout_temperature, cfg.rollout_top_p)
@@ -140,25 +141,7 @@ class Episodes:
                 "row": episode.prompt.row,
                 "seed": hash_counters(*start.key) >> (64 - SEED_BITS), "messages": messages,
                 "tools": episode.prompt.tools})
-        return self._together(lambda: self.process.answers(questions))
-
-    @staticmethod
-    def _together(function):
-        """Return what a function of this rank returns; where one fails, all ranks do."""
-        result = None
-        problem, is_stopped = "", False
-        try:
-            result = function()
-        except EngineError as error:
-            problem = str(error)
-        except EngineStopped:
-            is_stopped = True
-        for of_rank, stopped in values_of_ranks((problem, is_stopped)):
-            if stopped:
-                raise EngineStopped
-            if of_rank:
-                raise EngineError(of_rank)
-        return result
+        return together(lambda: self.process.answers(questions))
 
     def compare(self, rollouts, counts_samples):
         """Compare each Rollout with the others of its prompt; see `give_advantages`."""

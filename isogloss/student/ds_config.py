@@ -11,6 +11,7 @@ import os
 from pathlib import Path
 from typing import NamedTuple
 
+from isogloss.doors import door
 from isogloss.flags.json_text import parse_json
 from isogloss.flags.parse import shipped
 from isogloss.student.ds_values import (
@@ -100,8 +101,7 @@ def _unknown_keys(config):
     return [f"unknown key{plural} {', '.join(names)}"] if names else []
 
 
-def resolve_ds_config(config, cfg, num_ranks, hidden_size, bf16, *, on_gpu=False,
-                      compiles_adam=True):
+def resolve_ds_config(config, cfg, num_ranks, hidden_size, bf16, *, on_gpu=False):
     """Return the configuration that DeepSpeed will see: batch sizes checked, every "auto" filled.
 
     Args:
@@ -111,7 +111,7 @@ def resolve_ds_config(config, cfg, num_ranks, hidden_size, bf16, *, on_gpu=False
         num_ranks: ranks of the student.
         hidden_size: of the student.
         bf16: whether the device computes in bfloat16.
-        on_gpu, compiles_adam: see `_choose_adam`.
+        on_gpu: whether it is a GPU.
     Raises:
         ValueError: batch sizes or learning rates that contradict each other.
     """
@@ -127,8 +127,8 @@ def resolve_ds_config(config, cfg, num_ranks, hidden_size, bf16, *, on_gpu=False
         config["wandb"] = config.get("wandb", {}) | {
             "enabled": True, "project": cfg.wandb_project}
     learning_rate = _resolve_learning_rate(config, cfg)
-    if on_gpu:
-        _choose_adam(config, compiles_adam)
+    if on_gpu or not config["optimizer"]["params"].get("torch_adam"):
+        door("adam").choose_adam(config, on_gpu)
     has_fp16 = config.get("fp16", {}).get("enabled") is True
     auto_values = DEFAULTS | {
         "optimizer.params.lr": learning_rate,
@@ -163,24 +163,6 @@ def _resolve_learning_rate(config, cfg):
     if stated == "auto" and not cfg.learning_rate:
         raise ValueError(f'--learning_rate is missing: {cfg.ds_config} leaves "lr" to it')
     return cfg.learning_rate if stated == "auto" else stated
-
-
-def _choose_adam(config, compiles_adam):
-    """Let PyTorch's Adam take all weights in one kernel, unless the file says how it does.
-
-    Args:
-        config: of a run on GPUs.
-        compiles_adam: DeepSpeed has its own Adam, or can compile it; else PyTorch's takes its
-            place, but not that of the one for offloaded state.
-    """
-    params = config["optimizer"]["params"]
-    if str(config["optimizer"].get("type")).lower() not in ("adam", "adamw"):
-        return
-    is_offloaded = config.get("zero_optimization", {}).get("offload_optimizer")
-    if not compiles_adam and not is_offloaded and "bias_correction" not in params:
-        params.setdefault("torch_adam", True)
-    if params.get("torch_adam") and not {"fused", "foreach", "differentiable"} & set(params):
-        params["fused"] = True
 
 
 def _fill_auto(section, auto_values, prefix=""):

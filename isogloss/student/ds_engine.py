@@ -14,10 +14,8 @@ import deepspeed
 import pydantic
 import torch
 from deepspeed.accelerator import get_accelerator
-from deepspeed.git_version_info import installed_ops
 from deepspeed.runtime import lr_schedules
 from deepspeed.runtime.config import DEEPSPEED_OPTIMIZERS, DeepSpeedConfig
-from torch.utils.cpp_extension import CUDA_HOME
 
 # They need what a step here does not give: a closure, or sparse gradients.
 UNUSABLE_OPTIMIZERS = {"Optimizer", "LBFGS", "SparseAdam"}
@@ -32,11 +30,6 @@ class DataParallelRanks(NamedTuple):
 
     def get_data_parallel_world_size(self):
         return self.count
-
-
-def compiles_adam():
-    """Tell whether DeepSpeed has its own Adam for CUDA, or CUDA's compiler to make it."""
-    return installed_ops.get("fused_adam", False) or CUDA_HOME is not None
 
 
 def check_with_deepspeed(config, path, num_data_parallel=None):

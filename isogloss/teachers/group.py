@@ -3,7 +3,7 @@
 import contextlib
 from dataclasses import dataclass
 
-from isogloss.teachers.protocol import TeacherSource, load_teacher
+from isogloss.teachers.protocol import TeacherSource
 
 
 @dataclass
@@ -19,6 +19,14 @@ class TeacherGroup(TeacherSource):
     def request(self, batch):
         for member in self.members:
             member.request(batch)
+
+    def wait(self, num_batches):
+        for member in self.members:
+            member.wait(num_batches)
+
+    def end_when(self, asked_to_end):
+        for member in self.members:
+            member.end_when(asked_to_end)
 
     @contextlib.contextmanager
     def on_device(self):
@@ -54,7 +62,7 @@ class TeacherGroup(TeacherSource):
 class SilentTeacher(TeacherGroup):
     """Take part in a teacher's forward passes on a rank that computes no loss, and keep nothing.
 
-    Its members are the models that this rank shares with others; often there are none.
+    Its members are what its ranks do together; often there is nothing.
     """
 
     def request(self, batch):
@@ -71,4 +79,4 @@ class SilentTeacher(TeacherGroup):
 
 def load_silent(spec):
     """Load what other ranks need of a teacher on this one, which computes no loss."""
-    return SilentTeacher([load_teacher(member) for member in spec.single() if member.is_shared])
+    return SilentTeacher(list(filter(None, (member.silent() for member in spec.single()))))

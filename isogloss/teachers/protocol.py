@@ -122,6 +122,10 @@ class TeacherSpec:
         """Return its TeacherSource; see `load_teacher`."""
         raise NotImplementedError(f"{type(self).__name__} loads no source")
 
+    def silent(self):
+        """Return the TeacherSource of a rank that computes no loss; None: it has no part in it."""
+        return load_teacher(self) if self.is_shared else None
+
     def single(self):
         return [self]
 
@@ -143,6 +147,12 @@ class TeacherSource(Protocol):
 
     def request(self, batch) -> None:
         """Start what `targets` of this TeacherBatch will return; may come a whole step before."""
+
+    def wait(self, num_batches) -> None:
+        """Wait for answers; all ranks take part, and raise the EngineError of any."""
+
+    def end_when(self, asked_to_end) -> None:
+        """Wait for what may take long only until asked_to_end() is true."""
 
     def targets(self, batch) -> LogitsSource:
         """Return logits of any positions of a TeacherBatch, valid until `release`."""

@@ -9,15 +9,21 @@ Shapes: N positions of a text, M tokens that an answer names at one, K kept, T p
 
 import codecs
 from collections import deque
+from concurrent.futures import wait
 from dataclasses import dataclass, field, replace
-from itertools import chain
+from functools import partial
+from itertools import chain, islice
 from typing import ClassVar
 
 import numpy as np
 import torch
 import torch.distributed as dist
 
+from isogloss.data.workers import PATIENCE
+from isogloss.errors import EngineStopped
 from isogloss.job.sequence_group import join_sequence_group
+from isogloss.job.several.together import together
+from isogloss.job.watch import PERIOD
 from isogloss.models.pretrained import load_config
 from isogloss.teachers.mixing import FLOOR
 from isogloss.teachers.protocol import TeacherSource, TeacherSpec, refuse
@@ -309,6 +315,9 @@ class ServedSpec(TeacherSpec):
     def load(self):
         return ServedTeacher(self)
 
+    def silent(self):
+        return SilentListener()
+
 
 # --- the source -----------------------------------------------------------------------------------
 
@@ -331,6 +340,7 @@ class ServedTeacher(TeacherSource):
         self.model_vocab = config.get_text_config().vocab_size
         self.requests = Requests(CONNECTIONS)
         self.pending = deque()  # (texts, futures) of batches that were not read yet
+        self.asked_to_end = None  # outside of a job nobody waits for this rank
         self.group = None
         if spec.sequence_parallel_size > 1:
             self.group = join_sequence_group(spec.sequence_parallel_size)
@@ -340,14 +350,39 @@ class ServedTeacher(TeacherSource):
         texts = self._local(batch_texts(batch))
         self.pending.append((texts, self._ask([text.tokens for text in texts])))
 
+    def wait(self, num_batches):
+        if self.asked_to_end:
+            asked = islice(self.pending, num_batches)
+            together(partial(self._wait, [future for _, futures in asked for future in futures]))
+
+    def end_when(self, asked_to_end):
+        self.asked_to_end = asked_to_end
+
+    def _wait(self, futures):
+        """Wait until all Futures are done.
+
+        Raises:
+            DataError: see `targets`.
+            EngineStopped: the job is asked to end, and they are not done after PATIENCE.
+        """
+        seconds = 0.0
+        while wait(futures, PERIOD).not_done:
+            seconds += PERIOD if self.asked_to_end() else 0.0
+            if seconds > PATIENCE:
+                raise EngineStopped
+        for future in futures:
+            future.result()
+
     def targets(self, batch):
         """Return the logits of a TeacherBatch; positions that belong to no text hold zeros.
 
         Raises:
             DataError: the server does not answer, or not to what it was asked.
+            EngineError, EngineStopped: likewise in a job, on all its ranks.
         """
         if not self.pending:
             self.request(batch)
+            self.wait(1)
         texts, futures = self.pending.popleft()
         expected = self._local(batch_texts(batch))
         assert len(texts) == len(expected) and all(
@@ -399,6 +434,21 @@ class ServedTeacher(TeacherSource):
             dist.all_reduce(value, group=self.group.group)  # of others they are zeros
             tensors.append(value)
         return scored.with_tensors(tensors)
+
+
+class SilentListener(TeacherSource):
+    """Hear, on a rank that computes no loss, whether the others were answered."""
+
+    num_known = 0  # TeacherBatches of which it has heard
+
+    def wait(self, num_batches):
+        together(bool)
+        self.num_known += num_batches
+
+    def targets(self, batch):
+        if not self.num_known:
+            self.wait(1)
+        self.num_known -= 1
 
 
 def groups_of(texts, most_positions):

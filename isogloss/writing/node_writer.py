@@ -20,10 +20,10 @@ import torch.distributed as dist
 from isogloss.config import Config
 from isogloss.data.ends import stop_ids
 from isogloss.data.sample import TextEncoder
-from isogloss.errors import EngineError, EngineStopped
 from isogloss.job.commands.engine_process import PERIOD
 from isogloss.job.rendezvous import values_of_ranks
 from isogloss.job.several.others import node_name
+from isogloss.job.several.together import together
 from isogloss.models.adapter_parts import plain_name
 from isogloss.models.parts import is_adapter
 from isogloss.student.whole_student import refresh_plain
@@ -101,30 +101,21 @@ class NodeWriter:
         Raises:
             EngineError, EngineStopped: see writer_process.py; on every rank.
         """
-        by_rank = {}
-        seconds = 0.0
-        problem = ""
-        is_stopped = False
-        if self.process:
-            while not self.asked.done():
-                # a signal may come to another thread, and wakes nobody who waits without an end
-                wait([self.asked], PERIOD)
-            try:
-                by_rank, seconds = self.asked.result()
-            except EngineError as error:
-                problem = str(error)
-            except EngineStopped:
-                is_stopped = True
         completions = []
-        answers = values_of_ranks([by_rank, seconds, problem, is_stopped])
-        if any(is_stopped for *_, is_stopped in answers):
-            raise EngineStopped
-        for of_leader, _, problem_of_leader, _ in answers:
-            if problem_of_leader:
-                raise EngineError(problem_of_leader)
+        answers = values_of_ranks(together(self._asked_completions))
+        for of_leader, _ in answers:
             completions += of_leader.get(str(dist.get_rank()), [])  # JSON has no other keys
-        self.seconds = max(seconds for _, seconds, *_ in answers)
+        self.seconds = max(seconds for _, seconds in answers)
         return [completion_of_plain(plain) for plain in completions]
+
+    def _asked_completions(self):
+        """Return ({rank: its completions}, seconds) of the process, if this rank has it."""
+        if not self.process:
+            return {}, 0.0
+        while not self.asked.done():
+            # a signal may come to another thread, and wakes nobody who waits without an end
+            wait([self.asked], PERIOD)
+        return self.asked.result()
 
     def end_when(self, asked_to_end):
         """Wait for the process only until asked_to_end() is true."""
