@@ -79,6 +79,8 @@ def test_files_hold_the_loss_of_each_chunk(step, models, entries, pair, tmp_path
     assert [path.name for path in paths] == [
         f"step_0000001_rank_00{rank}_batch_0{number}.safetensors"
         for rank in (0, 1) for number in (0, 1)]
+    # who may read the run's other files may read these
+    assert {path.stat().st_mode for path in paths} == {(tmp_path / "corpus9.jsonl").stat().st_mode}
     models_by_path = {path: AutoModelForCausalLM.from_pretrained(path)
                       for path in {flags["student"], *[entry["model"] for entry in entries]}}
     projection = cached_projection(pair)

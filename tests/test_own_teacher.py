@@ -1,12 +1,15 @@
 """own.py: a teacher that follows the student, in every layout, to the bit after a resume."""
 
 import json
+import resource
 
 import pytest
 
 import jobs
 import ranks
+import wrong_input
 from isogloss.config import Config, configs_by_teacher
+from isogloss.teachers.own import OwnTeacher
 
 
 def own_flags(models, texts, folder, stage=1, **more):
@@ -121,6 +124,36 @@ def test_means_go_on_bit_for_bit(models, texts, tmp_path):
     frozen = own_flags(models, texts, tmp_path, 2)
     jobs.run_all(2, argv_of(frozen))
     assert jobs.losses_of(tmp_path / "run")[-1]["kd"] > 1.1 * lines[-1]["kd"]
+
+
+def saving_beside_a_limit(folder, flags, changes):
+    """`outcomes`, of which in the first no disk takes the file of a teacher."""
+    save = OwnTeacher.save
+
+    def save_beside_a_limit(self, path):
+        limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limits[1]))
+        try:
+            save(self, path)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+
+    OwnTeacher.save = save_beside_a_limit
+    ended = wrong_input.outcomes(folder, flags, changes[:1])
+    OwnTeacher.save = save
+    return ended + wrong_input.outcomes(folder, flags, changes[1:])
+
+
+def test_a_full_disk_is_one_line_and_who_reads_a_checkpoint_reads_the_teacher(
+        models, texts, tmp_path):
+    flags = argv_of(own_flags(models, texts, tmp_path, teacher_ema=0.9, max_length=40))
+    [(full, whole)] = ranks.run(1, saving_beside_a_limit, tmp_path, flags, ["--steps=1"] * 2)
+    assert full.exit_code == 1 and "Traceback" not in full.stderr
+    assert full.stderr.count("step_0000001 cannot be written (") == 1
+    assert whole.exit_code == 0
+    saved = tmp_path / "run" / "checkpoints" / "step_0000001"
+    assert len({path.stat().st_mode for path in saved.iterdir()}) == 1
+    assert (saved / "teacher_0.safetensors").exists()
 
 
 def test_the_flag_is_of_those_teachers_of_a_list_that_are_the_student(models):

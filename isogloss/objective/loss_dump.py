@@ -11,8 +11,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from safetensors import SafetensorError
-from safetensors.torch import save_file
+from safetensors.torch import save
 
 from isogloss.errors import CannotSave
 from isogloss.job.files import scratch_of
@@ -55,10 +54,10 @@ class LossDump:
         path = self.folder / f"{name}.safetensors"
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
-            save_file({key: value.to("cpu", copy=True).contiguous()
-                       for key, value in tensors.items()}, scratch_of(path))
+            scratch_of(path).write_bytes(save(  # save_file would let the owner alone read it
+                {key: value.to("cpu", copy=True).contiguous() for key, value in tensors.items()}))
             os.replace(scratch_of(path), path)
-        except (OSError, SafetensorError) as error:
+        except OSError as error:
             raise CannotSave(f"--dump_losses: {path} cannot be written ({reason_of(error)})"
                              ) from None
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file, save
 
 from isogloss.teachers.engines.whole import ModelTeacher
 from isogloss.teachers.model import ModelSpec
@@ -88,7 +88,8 @@ class OwnTeacher(ModelTeacher):
 
     def save(self, path):
         if self.ema and dist.get_rank() == 0:
-            save_file({name: mean.cpu().contiguous() for name, mean in self.means.items()}, path)
+            means = {name: mean.cpu().contiguous() for name, mean in self.means.items()}
+            path.write_bytes(save(means))  # save_file has an error and file mode of its own
 
     @torch.no_grad()
     def restore(self, path, student):
