@@ -234,7 +234,7 @@ def resume(state, inputs):
     from isogloss.checkpoints.resume import follow_schedule, load_checkpoint
 
     with fail_together(what="checkpoint"):
-        start, extra = load_checkpoint(state.engine, inputs.checkpoint, inputs.convert)
+        start, extra = load_checkpoint(state.engine, inputs.checkpoint, inputs.universal)
         for path, setup in state.files_of_teachers(inputs.checkpoint):
             setup.source.restore(path, state.engine.module)
         if state.writer:

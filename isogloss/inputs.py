@@ -20,7 +20,7 @@ from isogloss import doors
 from isogloss.align import fingerprint
 from isogloss.checkpoints.checkpoint import agree_on_start, find_checkpoint, position_of
 from isogloss.checkpoints.export_files import check_results
-from isogloss.checkpoints.run_identity import checkpoint_folder, expected_identity, run_layout
+from isogloss.checkpoints.run_identity import checkpoint_folder, expected_identity
 from isogloss.config import (
     LEAST_AUTO_MIB,
     MOST_AUTO_MIB,
@@ -143,7 +143,7 @@ class RunInputs:
         ds_config: what DeepSpeed will see.
         data: RunData.
         checkpoint: Path to resume from, or None.
-        convert: the checkpoint was written in another layout.
+        universal: of `prepare_conversion`: None where the checkpoint is of this layout.
         tasks: TaskSuite, or None.
         router_weight: of the loss of the student's routers, 0: they have none.
     """
@@ -153,7 +153,7 @@ class RunInputs:
     ds_config: dict
     data: RunData
     checkpoint: Path | None
-    convert: bool = False
+    universal: Path | None = None
     tasks: "TaskSuite | None" = None
     router_weight: float = 0.0
 
@@ -225,13 +225,13 @@ def check_inputs(cfg, device, roles=None):
     checkpoint = find_checkpoint(cfg.resume, checkpoint_folder(cfg), expected_identity(cfg))
     agree_on_start(checkpoint)
     check_start(cfg, checkpoint)
-    convert = False
+    universal = None
     if checkpoint:
         from isogloss.checkpoints.choose import check_samples, prepare_conversion
 
         check_samples(checkpoint, data.record())
-        convert = prepare_conversion(checkpoint, run_layout(cfg), ds_config)
-    inputs = RunInputs(student, teachers, ds_config, data, checkpoint, convert, tasks,
+        universal = prepare_conversion(checkpoint, cfg, ds_config)
+    inputs = RunInputs(student, teachers, ds_config, data, checkpoint, universal, tasks,
                        router_weight)
     if teachers:
         check_teaching(cfg, inputs, device)

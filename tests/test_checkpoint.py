@@ -189,16 +189,16 @@ def load_poisoned(folder, flags):
         state, inputs = job_for(values | {
             "ds_config": configs[stage], "resume": str(clean),
             "output_dir": str(folder / "other")})
-        load_checkpoint(state.engine, clean, inputs.convert)
+        load_checkpoint(state.engine, clean, inputs.universal)
         for path in sorted(clean.glob("*.pt")):
-            if inputs.convert and path.name.startswith("random"):
+            if inputs.universal and path.name.startswith("random"):
                 continue  # not read in another layout
             copy = folder / "copy" / clean.name
             shutil.rmtree(copy.parent, ignore_errors=True)
             shutil.copytree(clean, copy)
             poison(copy, path.name, folder / "marker")
             try:
-                load_checkpoint(state.engine, copy, inputs.convert)
+                load_checkpoint(state.engine, copy, inputs.universal)
                 answers.append(((saved, stage), path.name, ""))
             except ValueError as error:
                 answers.append(((saved, stage), path.name, str(error)))

@@ -1,6 +1,7 @@
 """What may change when a run resumes and what may not; checkpoints in other layouts."""
 
 import json
+import resource
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -29,6 +30,7 @@ from jobs import (
     short_run,
     write_corpus,
 )
+from wrong_input import check_one_line, outcomes
 
 # --- what may change ------------------------------------------------------------------------------
 
@@ -288,6 +290,43 @@ def test_a_run_goes_on_in_every_other_layout(models, texts, tmp_path):
     config = ds_config(tmp_path / "16 samples a step.json", 3, 4, 2)
     other = [*argv, f"--ds_config={config}", f"--resume={saved}"]
     assert ranks.run(2, run_distill, [other]) == [[2]] * 2
+
+
+def beside_a_limit(folder, flags, changes):
+    """`outcomes`, of which all but the first two on ranks that can write no weights to a disk."""
+    ended = outcomes(folder, flags, changes[:2])
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, limits[1]))
+    ended += outcomes(folder, flags, changes[2:])
+    resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    return ended
+
+
+def test_a_conversion_writes_where_the_run_writes_and_a_full_disk_is_one_line(
+        models, texts, tmp_path):
+    """Nothing is written beside the checkpoint of another run, which may be on a read-only disk."""
+    flags = short_run(models, texts, tmp_path, "--max_length=40", "--kd_weight=0")
+    layouts = [f"--ds_config={ds_config(tmp_path / f'{stage}.json', stage, 2, 1)}"
+               for stage in (0, 2)]
+    runs = [tmp_path / "of_0", tmp_path / "of_2"]
+    first = [f"{layout} --output_dir={run} --steps=1" for layout, run in zip(layouts, runs)]
+    saved = [run / "checkpoints" / "step_0000001" for run in runs]
+    then = [f"{layout} --resume={path} --output_dir={tmp_path / 'then'} --steps=2"
+            for layout, path in zip(layouts[::-1], saved)]
+    on_ranks = ranks.run(2, beside_a_limit, tmp_path, flags, [*first, *then])
+    for path, *of_ranks in zip(saved, *(ended[2:] for ended in on_ranks), strict=True):
+        size = sum(file.stat().st_size for file in path.iterdir())
+        check_one_line(of_ranks, f"--resume: {path} was written in another layout, and to convert "
+                                 f"it takes up to {3 * size / 2**20:.0f} MiB: {tmp_path}/then/"
+                                 "checkpoints/.step_0000001.incomplete cannot be written (")
+        assert "MiB are free there" in of_ranks[0].stderr
+        assert not list((tmp_path / "then" / "checkpoints").iterdir())
+    changed = [path.parent.stat().st_mtime_ns for path in saved]
+    [ended, _] = ranks.run(2, outcomes, tmp_path, flags, then[:1])
+    assert [outcome.exit_code for outcome in ended] == [0], ended
+    assert [path.parent.stat().st_mtime_ns for path in saved] == changed
+    written = {path.name for path in (tmp_path / "then" / "checkpoints").iterdir()}
+    assert {name for name in written if not name.endswith(".py")} == {"step_0000002"}
 
 
 @pytest.mark.slow

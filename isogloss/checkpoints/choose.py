@@ -16,11 +16,12 @@ from isogloss.checkpoints.checkpoint import (
     missing_or_cut,
     position_of,
 )
+from isogloss.checkpoints.run_identity import checkpoint_folder, run_layout
 from isogloss.config import Config
 from isogloss.flags.model_names import without_secrets
 from isogloss.flags.other_names import DEFAULTS_OF_BEFORE
 from isogloss.flags.parse import line_about
-from isogloss.job.files import size_and_checksum
+from isogloss.job.files import scratch_of, size_and_checksum
 from isogloss.job.rendezvous import values_of_ranks
 
 
@@ -118,18 +119,21 @@ def check_samples(checkpoint, sources):
                 "--output_dir")
 
 
-def prepare_conversion(checkpoint, layout, ds_config):
-    """Return whether a checkpoint was written in another layout; the ds_config then says so.
+def prepare_conversion(checkpoint, cfg, ds_config):
+    """Return the Path of the universal checkpoint by way of which one of another layout is loaded.
+
+    It lies where this run writes, and the ds_config then says so; None: it is of this layout.
 
     Raises:
         ValueError: it cannot be converted, see `convert.check_convertible`.
     """
     position = position_of(checkpoint)
+    layout = run_layout(cfg)
     if position["layout"] == layout:
-        return False
+        return None
     from isogloss.checkpoints.convert import check_convertible
 
     check_convertible(checkpoint, position, layout)
     if layout["zero_stage"]:  # the engine of stage 0 loads no such checkpoint
         ds_config["checkpoint"] = ds_config.get("checkpoint", {}) | {"load_universal": True}
-    return True
+    return scratch_of(checkpoint_folder(cfg) / checkpoint.name)

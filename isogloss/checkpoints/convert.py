@@ -18,12 +18,16 @@ import torch
 import torch.distributed as dist
 from deepspeed.checkpoint.ds_to_universal import main as ds_to_universal
 
+from isogloss.checkpoints.checkpoint import write_errors_named
+from isogloss.errors import CannotSave
+from isogloss.job.rendezvous import values_of_ranks
 from isogloss.student.engine import optimizer_groups
 
 # Of one parameter: its weight in float32 and the state of Adam.
 TENSORS = "fp32", "exp_avg", "exp_avg_sq"
 MODEL_STATES = "mp_rank_00_model_states.pt"  # of stages 0 to 2
 MODEL_STATES_3 = "zero_pp_rank_0_mp_rank_00_model_states.pt"
+MOST_ROOM = 3  # bytes that a conversion writes for each one of a checkpoint, where it is stage 0
 
 
 def load_converted(engine, checkpoint, universal, stages):
@@ -31,8 +35,10 @@ def load_converted(engine, checkpoint, universal, stages):
 
     Args:
         engine: started with load_universal if it has ZeRO stage 1 to 3.
-        universal: Path of a folder beside it, which is written and removed.
+        universal: Path of a folder that is written and removed.
         stages: (ZeRO stage of the checkpoint, that of the engine).
+    Raises:
+        ValueError: the folder cannot be written.
     """
     saved_stage, stage = stages
     strict = all(parameter.requires_grad for parameter in engine.module.parameters())
@@ -40,23 +46,41 @@ def load_converted(engine, checkpoint, universal, stages):
         engine.load_checkpoint(
             str(checkpoint.parent), tag=checkpoint.name, load_module_strict=strict)
         return
-    if dist.get_rank() == 0:
-        shutil.rmtree(universal, ignore_errors=True)
-        if saved_stage == 0:
-            write_universal_of_stage_0(engine, checkpoint, universal)
+    error = ""
+    try:
+        if dist.get_rank() == 0:
+            error = _write_from_stage(saved_stage, engine, checkpoint, universal)
+        error = values_of_ranks(error)[0]
+        if error:
+            raise ValueError(error)
+        if stage == 0:
+            load_into_stage_0(engine, universal)
         else:
-            write_universal(checkpoint, universal)
-            normalize_universal_checkpoint(universal)
-    dist.barrier()
-    if stage == 0:
-        load_into_stage_0(engine, universal)
-    else:
-        engine.load_checkpoint(str(universal.parent), tag=universal.name, load_module_strict=strict)
-        repair_optimizer_state(engine.optimizer, _load(universal / "zero/optimizer_state.pt"))
-    dist.barrier()  # every rank has read it
-    if dist.get_rank() == 0:
-        shutil.rmtree(universal)
-        (checkpoint.parent / "latest_universal").unlink(missing_ok=True)
+            engine.load_checkpoint(
+                str(universal.parent), tag=universal.name, load_module_strict=strict)
+            repair_optimizer_state(engine.optimizer, _load(universal / "zero/optimizer_state.pt"))
+        dist.barrier()  # every rank has read it
+    finally:
+        if dist.get_rank() == 0:
+            shutil.rmtree(universal, ignore_errors=True)
+            (universal.parent / "latest_universal").unlink(missing_ok=True)
+
+
+def _write_from_stage(stage, engine, checkpoint, universal):
+    """Write a universal checkpoint from one of any ZeRO stage; return why it cannot, or ""."""
+    size = sum(path.stat().st_size for path in checkpoint.iterdir())
+    try:
+        with write_errors_named(universal):
+            shutil.rmtree(universal, ignore_errors=True)
+            if stage == 0:
+                write_universal_of_stage_0(engine, checkpoint, universal)
+            else:
+                write_universal(checkpoint, universal)
+                normalize_universal_checkpoint(universal)
+    except CannotSave as error:
+        return (f"--resume: {checkpoint} was written in another layout, and to convert it takes up "
+                f"to {MOST_ROOM * size / 2**20:.0f} MiB: {error}")
+    return ""
 
 
 def _load(path, mmap=False):

@@ -21,27 +21,27 @@ from isogloss.checkpoints.convert import (
     place_step_counters,
 )
 from isogloss.checkpoints.unpickle import known_classes_only
-from isogloss.job.files import scratch_of
 from isogloss.projection_tools.tokenizers import reason_of
 
 
-def load_checkpoint(engine, checkpoint, convert=False):
+def load_checkpoint(engine, checkpoint, universal=None):
     """Load everything that `save_checkpoint` wrote; all ranks take part.
 
     Args:
-        convert: the checkpoint is of another layout; load it by way of a universal checkpoint,
-            which is removed again.
+        universal: where the checkpoint is of another layout, Path of the universal checkpoint by
+            way of which it is loaded, and which is removed again.
     Returns:
         (step, state), as they were saved.
     Raises:
-        ValueError: a file holds more than a checkpoint does; or it is of another student.
+        ValueError: a file holds more than a checkpoint does; it is of another student; or it
+            cannot be converted.
     """
     position = position_of(checkpoint)
     with known_classes_only(checkpoint):
         _check_names(engine, checkpoint)
-        if convert:
+        if universal:
             stages = position["layout"]["zero_stage"], engine.zero_optimization_stage()
-            load_converted(engine, checkpoint, scratch_of(checkpoint), stages)
+            load_converted(engine, checkpoint, universal, stages)
         else:
             engine.load_checkpoint(str(checkpoint.parent), tag=checkpoint.name,
                                    load_module_strict=not has_frozen_weights(engine))
