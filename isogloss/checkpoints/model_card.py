@@ -306,8 +306,7 @@ def table_of_results(results, lines):
 
 
 def worse_teachers(metrics, teacher="teacher"):
-    """List what to say of teachers that the metrics of an evaluation find worse than the student.
-    """
+    """List what to say of teachers that an evaluation's metrics find worse than the student."""
     student_bits = metrics.get("eval/student_bits_per_byte")
     lines = []
     for key, bits in metrics.items() if student_bits else ():

@@ -80,6 +80,5 @@ def _format_warning(message, category, filename, lineno, line=None):
 
 
 def unguarded(stream):
-    """Return the stream behind a guarded one, for what moves the cursor and has colors by itself.
-    """
+    """Return the stream behind a guarded one, for what moves the cursor and has its own colors."""
     return stream.stream if isinstance(stream, _Guarded) else stream

@@ -56,8 +56,7 @@ class Moment:
             self.processor_time = time.process_time()
 
     def seconds_until(self, later):
-        """Return the seconds between two moments of a device, which has passed both when it ends.
-        """
+        """Return the seconds between two moments of a device, once it has passed both."""
         if self.event is None:
             return later.time - self.time
         later.event.synchronize()
