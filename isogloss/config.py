@@ -430,13 +430,13 @@ class RunFlags:
         0, "steps between checkpoints. 0 saves after the last step and on SIGTERM, SIGINT and "
         "SIGHUP only.", low=0, high=10**12, free=True)
     keep_checkpoints: int = flag(
-        2, "how many of them to keep, 1 or more.", low=1, high=2**20, free=True)
+        2, "how many to keep beside the one of --resume, 1 or more.", low=1, high=2**20, free=True)
     max_bad_steps: int = flag(
         3, "how many steps in a row may have a loss or a gradient that is not finite, 1 or more; "
         "then the job ends. Such steps change no weight.", low=1, high=10**12, free=True)
     resume: str = flag(
         "auto", "auto (newest whole checkpoint of output_dir, if any), never, or the path of a "
-        "checkpoint.", free=True)
+        "checkpoint, to which every start goes back.", free=True)
     extend_schedule: bool = flag(
         False, "resume also where the schedule has another length than before, as by an "
         '"auto" total_num_steps with other --steps. The learning rate then jumps. false '

@@ -154,6 +154,10 @@ class Log:
     def _start_files(self, cfg, start_step, ds_config, sources):
         folder = self.folder
         folder.mkdir(parents=True, exist_ok=True)
+        if start_step:
+            from isogloss.checkpoints.resume import set_aside_later
+
+            set_aside_later(cfg, start_step, LOGS)
         for path in (folder / name for name in LOGS):
             if path == self.path or path.exists():
                 lines = kept_lines(path, start_step)
@@ -254,10 +258,7 @@ class Log:
             "kd": metrics.get("kd"),  # absent with several teachers, and with none
             "tok/s": metrics["tokens_per_second"],
         }
-        shown = {}
-        for name, value in candidates.items():
-            if value is not None:
-                shown[name] = f"{value:.4g}"
+        shown = {name: f"{value:.4g}" for name, value in candidates.items() if value is not None}
         self.bar.set_postfix(shown, refresh=False)
         self.bar.update()
 

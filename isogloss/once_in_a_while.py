@@ -6,6 +6,7 @@ Tests: tests/test_evaluate.py, tests/test_checkpoint.py, tests/test_finite.py.
 import operator
 import sys
 from functools import reduce
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -126,11 +127,11 @@ def write_results(state, inputs):
         from isogloss.checkpoints.export_projection import export_projection
 
         learned = inputs.teachers[0].loss.learned_projection
-        end_if_failed(export_projection(state.engine, learned, projection_path(cfg)))
+        end_if_failed(state, export_projection(state.engine, learned, projection_path(cfg)))
     if cfg.export:
         from isogloss.checkpoints.export_files import export_model
 
-        end_if_failed(export_model(state.engine, inputs.student, cfg))
+        end_if_failed(state, export_model(state.engine, inputs.student, cfg))
         tell(f"exported to {cfg.export}")
         for rule in license_rules(cfg) if dist.get_rank() == 0 else ():
             tell(f"license of {rule}")
@@ -147,10 +148,10 @@ def end_unless_taught(state):
         print_line(f"{NOTHING_TAUGHT} of {', '.join(idle)}; {WHERE_TO_LOOK}")
 
 
-def end_if_failed(error):
+def end_if_failed(state, error):
     if error:
-        fail(f"{error}; the last checkpoint holds the result, and once this is repaired the same "
-             "command writes it", code=1)
+        fail(f"{error}; the last checkpoint holds the result, and once this is repaired "
+             f"{same_command(state)} writes it", code=1)
 
 
 def timed_metrics(report, begin, end):
@@ -183,11 +184,11 @@ def end_if_stopped(state, stop, log):
     code = 1 if stop == FAILED else 128 + stop
     if log.failure:
         fail(f"{log.failure}, so the job ends; {describe_last_checkpoint(state)}; once this is "
-             "repaired the same command goes on", code=code)
+             f"repaired {same_command(state)} goes on", code=code)
     if stop != FAILED:
         current_watch().say_who_died()
         if dist.get_rank() == 0:
-            print(f"saved {state.last_checkpoint}; the same command goes on"
+            print(f"saved {state.last_checkpoint}; {same_command(state)} goes on"
                   if state.last_checkpoint else "nothing to save yet", file=sys.stderr)
     raise SystemExit(code)
 
@@ -314,8 +315,7 @@ def times_collectives(ds_config):
 
 
 def save_if_new(state, start, log):
-    """Write a checkpoint of the steps so far, unless there are none after `start`, or there is one.
-    """
+    """Write a checkpoint of the steps so far, unless none is after `start` or it is there."""
     saved = state.last_checkpoint and state.last_checkpoint.name
     if state.steps_taken > start and saved != checkpoint_name(state.steps_taken):
         save(state, state.steps_taken, log)
@@ -351,10 +351,11 @@ def save(state, step, log):
 
     try:
         save_checkpoint(state.engine, folder, good_step, identity=run_identity(cfg),
-                        layout=run_layout(cfg), keep=keep, state=extra, save_more=save_teachers)
+                        layout=run_layout(cfg), keep=keep, state=extra, spared=cfg.resume,
+                        save_more=save_teachers)
     except CannotSave as error:
-        raise CannotSave(f"{error}; {describe_last_checkpoint(state)}; once this is repaired the "
-                         "same command goes on") from None
+        raise CannotSave(f"{error}; {describe_last_checkpoint(state)}; once this is repaired "
+                         f"{same_command(state)} goes on") from None
     state.last_checkpoint = folder / checkpoint_name(good_step)
 
 
@@ -384,3 +385,9 @@ def describe_last_checkpoint(state):
     if state.last_checkpoint is None:
         return "there is no checkpoint"
     return f"the last good checkpoint is {state.last_checkpoint}"
+
+
+def same_command(state):
+    """Name the command that goes on from the last checkpoint; --resume may name another one."""
+    goes_on = Path(state.cfg.resume) in (Path("auto"), state.last_checkpoint)
+    return "the same command" if goes_on else "the same command without --resume"

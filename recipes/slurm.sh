@@ -12,6 +12,7 @@
 #SBATCH --time=24:00:00
 #SBATCH --output=%x-%j.log
 # SIGTERM to the steps ten minutes before the end: the ranks save and end, and the same command goes on from there
+# (with --resume PATH it would go back to PATH)
 #SBATCH --signal=TERM@600
 #SBATCH --requeue
 set -euo pipefail

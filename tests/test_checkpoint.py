@@ -5,6 +5,7 @@ import json
 import os
 import resource
 import shutil
+import signal
 import subprocess
 import sys
 import threading
@@ -66,9 +67,9 @@ def found(choice, folder):
     return name, stderr.getvalue()
 
 
-def save(folder, step, keep=2, engine=None):
-    checkpoint.save_checkpoint(
-        engine or Files(), folder, step, identity={}, layout={}, keep=keep, state={})
+def save(folder, step, keep=2, engine=None, spared=""):
+    checkpoint.save_checkpoint(engine or Files(), folder, step, identity={}, layout={}, keep=keep,
+                               state={}, spared=spared)
 
 
 def found_after_damage(folder):
@@ -131,11 +132,12 @@ def kept_in_trouble(folder):
         save(folder / "damage", step)
         if step == 4:
             cut(folder / "damage" / "step_0000004" / "weights_0.pt")
+        save(folder / "named", step, spared=f"{os.path.relpath(folder)}/named/step_0000002/")
     half = folder / "killed" / ".step_0000003.incomplete"
     half.mkdir(parents=True)
     (half / "weights_0.pt").write_bytes(b"half")
     save(folder / "killed", 2, engine=FilesAlone())
-    kept = {name: sorted(os.listdir(folder / name)) for name in ("damage", "killed")}
+    kept = {name: sorted(os.listdir(folder / name)) for name in ("damage", "killed", "named")}
     clock = itertools.count(time.time(), -86_400)
     checkpoint.time.time = lambda: next(clock)
     for keep in (1, 2):
@@ -150,11 +152,91 @@ def kept_in_trouble(folder):
 
 
 def test_what_is_kept_beside_damage_and_by_a_clock_that_goes_back(tmp_path):
-    """A damaged checkpoint displaces no whole one; what a killed save left makes room."""
+    """A damaged checkpoint displaces no whole one, and neither does the one that --resume names;
+    what a killed save left makes room.
+    """
     [kept] = ranks.run(1, kept_in_trouble, str(tmp_path))
     assert kept == {
         "damage": ["step_0000003", "step_0000004", "step_0000005"], "killed": ["step_0000002"],
+        "named": ["step_0000002", "step_0000004", "step_0000005"],
         1: [[1], [2], [3], [4], [2], [3]], 2: [[1], [1, 2], [2, 3], [3, 4], [2, 4], [2, 3]]}
+
+
+# --- going back -----------------------------------------------------------------------------------
+
+
+def ending_in(step, end):
+    """Let jobs of this rank call `end` in a step; what it raises is as a kill, which saves nothing.
+    """
+    take = distill.train_step
+
+    def train_step(state, micro_batches):
+        if state.steps_taken + 1 == step:
+            distill.train_step = take
+            end()
+        return take(state, micro_batches)
+
+    distill.train_step = train_step
+
+
+def killed():
+    raise SystemExit(9)
+
+
+def asked_to_end():
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+def going_back(folder, flags):
+    """Return the Outcomes of runs that go back, of which some are ended in mid-step 4."""
+    named = f"--resume={folder}/run/checkpoints/step_0000002"
+    alone = f"{named} --keep_checkpoints=1"
+    cases = [("--keep_checkpoints=3", None), (named, killed), ("", asked_to_end),
+             (alone, asked_to_end), (alone, asked_to_end),
+             (f"--output_dir={folder}/fork {named}", None), ("", None),
+             (f"--output_dir={folder}/run/aside_1", None),
+             (f"--output_dir={folder}/never --resume=never", asked_to_end)]
+    ended = []
+    for change, end in cases:
+        if end:
+            ending_in(4, end)
+        steps = 5 + (end is None and bool(ended))
+        ended += outcomes(folder, flags, [f"{change} --steps={steps}"])
+    return ended
+
+
+def test_a_run_that_goes_back_loses_nothing_and_says_what_goes_on(flags, tmp_path):
+    """Metrics and checkpoints belong together, whenever it ends; the one named stays."""
+    run = tmp_path / "run"
+    flags = [*flags, f"--output_dir={run}", "--save_every=2", "--eval_rows=3", "--eval_every=1"]
+    whole = f"--output_dir={tmp_path / 'whole'}"
+    [[outcome]] = ranks.run(1, outcomes, str(tmp_path), [*flags, whole], ["--steps=6"])
+    assert outcome.exit_code == 0
+    [ended] = ranks.run(1, going_back, str(tmp_path), flags)
+    assert [outcome.exit_code for outcome in ended] == [0, 9, 143, 143, 143, 0, 0, 0, 143], ended
+    back, auto, again, once_more, fork, done, aside, never = [
+        outcome.stderr for outcome in ended[1:]]
+    checkpoints = run / "checkpoints"
+    saved = f"saved {checkpoints}/step_0000004; the same command"
+    from_named = f"goes on from {checkpoints}/step_0000002 (step 2)"
+    assert "goes back to step 2; step_0000004, step_0000005 and the logs" in back
+    for said in (back, auto, again, once_more):
+        assert from_named in said
+    assert f"{saved} goes on\n" in auto and "goes back" not in auto
+    for said in (again, once_more):
+        assert f"{saved} without --resume goes on\n" in said
+        assert "goes back to step 2; step_0000004 and the logs" in said
+    assert f"goes on from {checkpoints}/step_0000004 (step 4)" in done
+    assert f"saved {tmp_path}/never/checkpoints/step_0000004; the same command without" in never
+    assert "goes on from" in aside and f"{run}/aside_1/checkpoints/step_0000005 (step 5)" in aside
+    assert from_named in fork and "goes back" not in fork
+    for folder in (run, run / "aside_1"):
+        assert losses_of(folder) == losses_of(tmp_path / "whole")
+    assert losses_of(tmp_path / "fork") == losses_of(tmp_path / "whole", 2)
+    for number in (2, 3):
+        assert losses_of(run / f"aside_{number}")[-1]["step"] == 4
+        names = os.listdir(run / f"aside_{number}" / "checkpoints")
+        assert names == ["step_0000004"]
 
 
 # --- commands in pickles --------------------------------------------------------------------------

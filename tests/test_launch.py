@@ -128,8 +128,8 @@ def test_a_rank_that_hangs_in_training_does_not_hold_the_others_for_hours(small_
     assert losses_of(tmp_path / "run")[-1]["step"] == 1
 
 
-MID_STEP = (" ended in mid-step, so the job ends; the same command goes on from its last "
-            "checkpoint")
+MID_STEP = (" ended in mid-step, so the job ends; with --resume auto, the default, the same "
+            "command goes on from its last checkpoint")
 
 
 def killed_in_step_2(rank):

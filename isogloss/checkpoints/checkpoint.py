@@ -73,7 +73,7 @@ def write_errors_named(target):
                          "are free there)") from None
 
 
-def save_checkpoint(engine, folder, step, *, identity, layout, keep, state,
+def save_checkpoint(engine, folder, step, *, identity, layout, keep, state, spared="",
                     save_more=lambda folder: None):
     """Write ``folder/step_NNNNNNN`` and remove the oldest checkpoints; all ranks take part.
 
@@ -82,6 +82,7 @@ def save_checkpoint(engine, folder, step, *, identity, layout, keep, state,
         layout: JSON-able dict of what must be the same to load the checkpoint without conversion.
         keep: number of checkpoints to leave, this one included.
         state: JSON-able dict of what else the run needs to resume, the same on every rank.
+        spared: path of one to leave besides, if it lies there.
         save_more: (folder) -> (), writes further files there.
     """
     target = Path(folder) / checkpoint_name(step)
@@ -108,7 +109,7 @@ def save_checkpoint(engine, folder, step, *, identity, layout, keep, state,
                 "files": files,
             }
             _complete(scratch, target, position)
-            _remove_old_checkpoints(target, keep)
+            _remove_old_checkpoints(target, keep, Path(spared).resolve())
     dist.barrier()
 
 
@@ -133,14 +134,9 @@ def _seal(folder):
 
 def divided(function, names):
     """Return [(name, function(name))], where every rank has computed some of them."""
-    rank = 0
-    num_ranks = 1
     if dist.is_initialized():
-        rank = dist.get_rank()
-        num_ranks = dist.get_world_size()
-    results = [(name, function(name)) for name in names[rank::num_ranks]]
-    if num_ranks == 1:
-        return results
+        names = names[dist.get_rank()::dist.get_world_size()]
+    results = [(name, function(name)) for name in names]
     return list(itertools.chain.from_iterable(values_of_ranks(results)))
 
 
@@ -149,12 +145,12 @@ def checksum_of(position):
     return zlib.crc32(json.dumps(content, sort_keys=True).encode())
 
 
-def _remove_old_checkpoints(latest, keep):
+def _remove_old_checkpoints(latest, keep, spared):
     """Remove all but the last `keep` checkpoints; one that has lost files does not count."""
     folder = latest.parent
     num_whole = 1
     for checkpoint in reversed(complete_checkpoints(folder)):
-        if checkpoint == latest:
+        if checkpoint == latest or checkpoint.resolve() == spared:
             continue
         if num_whole >= keep:
             os.rename(checkpoint, scratch_of(checkpoint))  # so that nothing half-deleted counts

@@ -3,9 +3,14 @@
 Tests: tests/test_checkpoint.py, tests/test_resume.py.
 """
 
+import itertools
 import json
 import operator
+import os
 import random
+import shutil
+import sys
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -13,14 +18,16 @@ import torch
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 
-from isogloss.checkpoints.checkpoint import position_of
+from isogloss.checkpoints.checkpoint import complete_checkpoints, position_of
 from isogloss.checkpoints.convert import (
     MODEL_STATES,
     MODEL_STATES_3,
     load_converted,
     place_step_counters,
 )
+from isogloss.checkpoints.run_identity import checkpoint_folder
 from isogloss.checkpoints.unpickle import known_classes_only
+from isogloss.flags.parse import line_about
 from isogloss.projection_tools.tokenizers import reason_of
 
 
@@ -95,6 +102,38 @@ def follow_schedule(engine):
     steps = getattr(schedule, "last_batch_iteration", -1)  # those of torch restore their length too
     if steps >= 0:
         schedule.step(steps)
+
+
+def set_aside_later(cfg, start_step, names):
+    """Move the checkpoints of later steps out of the way of a run that goes back.
+
+    It cuts its logs, and may end before it saves.  Copies of them go along, so the folder where all
+    this lies then is an --output_dir that resumes from the last of these checkpoints.
+
+    Args:
+        names: of the logs.
+    """
+    folder = checkpoint_folder(cfg)
+    later = [path for path in complete_checkpoints(folder) if _is_later(path, start_step)]
+    if not later:
+        return
+    numbered = (folder.with_name(f"aside_{number}") for number in itertools.count(1))
+    aside = next(path for path in numbered if not path.exists())
+    (aside / folder.name).mkdir(parents=True)
+    logs = [folder.with_name(name) for name in names]
+    for path in [*filter(Path.exists, logs), *folder.parent.glob("run*.json")]:
+        shutil.copy(path, aside)
+    for checkpoint in reversed(later):  # whenever this ends, the earliest are still there
+        os.rename(checkpoint, aside / folder.name / checkpoint.name)
+    moved = ", ".join(checkpoint.name for checkpoint in later)
+    print(line_about(f"goes back to step {start_step}; {moved} and the logs so far are in {aside} "
+                     f"now, and --output_dir {aside} goes on there"), file=sys.stderr, flush=True)
+
+
+def _is_later(checkpoint, step):
+    with suppress(OSError, ValueError, KeyError, TypeError):  # damaged
+        return position_of(checkpoint)["step"] > step
+    return False
 
 
 def lines_until(path, start_step):

@@ -148,8 +148,8 @@ class Watch:
         names = ", ".join(f"{peer.name} (process {peer.process})" for peer in dead)
         line = f"{names} ended before the first step, so the job ends"
         if self.training:
-            line = (f"{names} ended in mid-step, so the job ends; the same command goes on from "
-                    "its last checkpoint")
+            line = (f"{names} ended in mid-step, so the job ends; with --resume auto, the default, "
+                    "the same command goes on from its last checkpoint")
         survivors = [peer.number for peer in self.peers if peer not in dead]
         # the first survivor speaks for the node
         first = all(self.number < number for number in survivors)
