@@ -296,8 +296,8 @@ def plain_teacher_logits(setup, ids):
 
 
 def plain_scores(teacher, logits_BTW):
-    """Return (B,) how sure a teacher is of each sample: minus its nats per byte."""
-    mask_BT = teacher.labels >= 0
+    """Return (B,) how sure a teacher is of each sample: minus its nats per byte of the text."""
+    mask_BT = (teacher.labels >= 0) & (teacher.num_bytes >= 0)
     score_B = torch.full((len(mask_BT),), -torch.inf)
     for b in mask_BT.any(1).nonzero().flatten().tolist():
         mask_T = mask_BT[b]

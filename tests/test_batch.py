@@ -17,6 +17,7 @@ from isogloss.job.counts import Counts, PairCounts
 from isogloss.job.sequence_group import document_spans
 from isogloss.losses import find_chunks
 from isogloss.objective.objective import Part
+from isogloss.teachers.mixing import teacher_weights
 from isogloss.teachers.text_scores import sample_scores, weigh_by_confidence
 from isogloss.tiles import StoredLogits
 from isogloss.translation import translated
@@ -188,6 +189,33 @@ def test_a_sample_is_weighed_among_the_teachers_that_read_it(encoders, texts, ki
     assert (first[0], second[0]) == (3, 0) and (first[1], second[1]) == (0, 3)
     assert first[2] == second[2] == 0  # for none of them
     assert first[3] + second[3] == pytest.approx(3)
+
+
+def test_a_teacher_is_as_sure_as_its_nats_per_byte_of_what_is_learned(tokenizers, texts):
+    """Of a completion, and of what the assistant says; an end without a byte weighs alike."""
+    _, teacher = with_templates(tokenizers)
+    said = CHAT[1] | {"content": texts[1]}
+    examples = [Example(texts[0] + texts[1], context=len(texts[0])), Example([CHAT[0], said]),
+                Example(texts[0], context=len(texts[0])), None]
+    batch = Collator(teacher, [PairOptions(teacher)] * 2)(examples)
+    generator = torch.Generator().manual_seed(0)
+    shape = *batch.student.ids.shape, len(teacher.table)
+    of_teachers = []
+    for asked in batch.teachers:
+        logits = 5 * torch.randn(shape, generator=generator)
+        scores = sample_scores(StoredLogits(logits.flatten(0, 1)), asked)
+        logp = logits.double().log_softmax(-1)
+        for number in range(2):
+            nats = size = 0
+            for position, token in enumerate(batch.student.labels[number].tolist()):
+                if token >= 0 and not teacher.table.special[token]:
+                    nats -= float(logp[number, position, token])
+                    size += len(teacher.table.bytes_of(token))
+            assert len(texts[1]) <= size < len(texts[1]) + 8
+            assert float(scores[number]) == pytest.approx(-nats / size, rel=1e-5)
+        assert scores[3] == -torch.inf
+        of_teachers.append(scores)
+    assert teacher_weights(torch.stack(of_teachers))[:, 2].tolist() == [0.5, 0.5]
 
 
 def test_a_route_of_none_goes_to_the_teachers_without_routes(encoders, texts):

@@ -14,6 +14,7 @@ from transformers import AutoTokenizer
 from conftest import asset
 from isogloss.align import TokenTable
 from isogloss.data.batch import Collator, PairOptions
+from isogloss.data.batch_types import Example
 from isogloss.data.chat import common_regions, encode_chat, pair_chats, render
 from isogloss.data.options.text_keys import key_of
 from isogloss.data.order import ExampleReader, check_learned
@@ -42,6 +43,7 @@ CHAT = [
     {"role": "user", "content": "assistant: the 201?"},
     {"role": "assistant", "content": "<think>\nlong\n</think>\n\nIt is the index."},
 ]
+SYSTEM = {"role": "system", "content": "Be good."}
 THOUGHT = "<think>\nlong\n</think>\n\n"
 
 
@@ -198,19 +200,46 @@ def test_the_assistants_messages_and_ends_of_turn_are_learned(encoders):
     # bytes are counted where tokens are learned
     assert batch.counts.text_bytes == len(learned)
     assert (batch.student.num_bytes[0][labels < 0] == -1).all()
-    # a teacher reads the whole rendering
+    # a teacher reads the whole rendering, and is judged by what is learned
     rendering = render(CHAT, encoders[1])
     teacher = batch.teachers[0]
     assert teacher.ids[0].tolist() == rendering.ids[:-1].tolist()
     assert teacher.labels[0].tolist() == rendering.ids[1:].tolist()
-    num_bytes = encode_chat(CHAT, rendering, encoders[1]).num_bytes
-    assert teacher.num_bytes[0].tolist() == num_bytes[1:].tolist()
+    counted = teacher.labels[0][teacher.num_bytes[0] >= 0].tolist()
+    assert encoders[1].table.decode(counted) == b" the value It is the index."
 
 
 def test_all_of_the_rendering_is_learned_on_request(encoders):
-    rendering = render(CHAT, encoders[0])
-    labels = collator(encoders, train_on="all")([CHAT]).student.labels[0]
-    assert labels.tolist() == rendering.ids[1:].tolist()
+    batch = collator(encoders, train_on="all")([CHAT])
+    for encoder, side in zip(encoders, (batch.student, batch.teachers[0])):
+        rendering = render(CHAT, encoder)
+        assert side.labels[0].tolist() == rendering.ids[1:].tolist()
+        text = rendering.data[rendering.located.end[0] :]  # no position predicts the first token
+        for name in ("<|im_start|>", "<|im_end|>", encoder.tokenizer.eos_token):
+            text = text.replace(name.encode(), b"")
+        assert side.num_bytes.clamp(min=0).sum() == len(text)
+
+
+HEADED = "{% for m in messages %}{{ m.role }}:\n{{ m.content }}{{ eos_token }}\n{% endfor %}"
+
+
+@pytest.mark.parametrize("max_length", [400, 90, 70, 50])
+@pytest.mark.parametrize("hint", [(), [asks("a?"), says("b")]])
+def test_both_models_are_judged_by_what_the_assistant_says(tokenizers, hint, max_length):
+    """Cut by the length, too; not by ends, prompts, or what the row excludes."""
+    encoders = with_templates(tokenizers, teacher_template=HEADED)
+    for encoder in encoders:
+        encoder.max_length = max_length
+    first, last = says("the value of the index"), says("It is the first of the list")
+    chat = [SYSTEM, asks("what is the value?"), first, asks("why?"), says("so") | {"weight": 0},
+            asks("and?"), last]
+    for context, learned in ((0, [first, last]), (4, [last])):
+        example = Example(chat, teacher_prompt=tuple(hint), context=context)
+        batch = collator(encoders)([example])
+        size = sum(len(message["content"]) for message in learned)
+        sizes = [int(side.num_bytes.clamp(min=0).sum())
+                 for side in (batch.student, batch.teachers[0])]
+        assert sizes[0] == sizes[1] <= size and (max_length < 400 or sizes[0] == size)
 
 
 @pytest.mark.parametrize("side", [0, 1])
@@ -232,7 +261,6 @@ def test_a_chat_that_a_template_refuses_is_left_out_and_counted(encoders, side):
     assert counts.tokens == kept.tokens + (refused.tokens if side else 0)
 
 
-SYSTEM = {"role": "system", "content": "Be good."}
 FEW_SHOTS = [{"role": "user", "content": "a?"}, {"role": "assistant", "content": "b"}]
 
 

@@ -255,6 +255,16 @@ def test_a_teacher_with_the_same_tokenizer_reads_the_sampled_ids(encoders):
     assert batch.counts.pairs[0].kd_terms == len(ids)
 
 
+def test_a_teacher_is_judged_by_what_was_written_of_a_text(encoders):
+    """But for a token that reaches into it from the prompt, which counts as a whole."""
+    rollout = rollout_of(encoders[0], TEXT, 8)
+    size = len(rollout.text.encode())
+    for pair, more in ((PairOptions(encoders[1]), 8),
+                       (PairOptions(encoders[0], same_tokenizer=True), 0)):
+        [teacher] = Collator(encoders[0], [pair])([rollout]).teachers
+        assert size <= teacher.num_bytes.clamp(min=0).sum() <= size + more
+
+
 def test_no_control_token_reaches_a_teacher(encoders):
     student = encoders[0]
     prompt = prompter(student).prompt(Example(TEXT), (0, 0))
@@ -372,6 +382,8 @@ def test_what_teachers_alone_read_stands_in_front_of_what_was_written(
     assert chunks_of(plain) == chunks_of(hinted)
     read = [teacher.tokenizer.decode(batch.teachers[0].ids[0]) for batch in batches]
     assert hint[0]["content"] in read[1] and hint[0]["content"] not in read[0]
+    for batch in batches:  # it is judged by the answer alone
+        assert batch.teachers[0].num_bytes.clamp(min=0).sum() == len(" It is 12.50.")
 
 
 def test_the_first_token_of_an_answer_has_one_target_whatever_is_learned_of_the_chat(

@@ -16,7 +16,7 @@ class StudentBatch:
     Attributes:
         ids: (B, S) int64.
         labels: (B, S) int64, the token that each position predicts, -100 for none.
-        num_bytes: (B, S) int64, bytes of the predicted token, -1 for eos and padding.
+        num_bytes: (B, S) int64, bytes of the predicted token, -1 where none count.
         positions: (B, S) int64 for packed rows and for shards; None: 0, 1, 2, ...
         tiles: Columns of `tile_plan.Tile` for the cross-entropy without a teacher, else None.
         logp: (B, S) float32, log-probability of the label when the student wrote it, NaN for what

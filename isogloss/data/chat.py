@@ -321,24 +321,21 @@ def _marked_turns(messages, encoder, template, ids, located, data):
 # --- what is learned ------------------------------------------------------------------------------
 
 
-def encode_chat(messages, rendering, encoder, train_on=None, context=0):
-    """Return the EncodedText of a rendered chat.
+def encode_chat(messages, rendering, encoder, train_on, context=0):
+    """Return the EncodedText of a chat, as the student or a teacher renders it.
 
     Args:
-        train_on: of the student: "assistant": learn what the assistant says, and to end its turn;
-            "all": the whole rendering.  None: the reading of a teacher.
-        context: messages at the beginning from which nothing is learned, and of which no byte
-            counts.
+        train_on: "assistant": learned is what the assistant says, and the end of its turn; "all":
+            the whole rendering.  No other byte counts, so that models are judged by one text.
+        context: messages at the beginning from which nothing is learned.
     """
+    if train_on == "all":
+        learned = _tokens_behind(context, rendering)
+    else:
+        learned = _assistant_tokens(messages, rendering, context)
     num_bytes = bytes_of_tokens(rendering.located)
     # Control tokens stand for their names in a rendering, which are no bytes of the chat.
-    num_bytes[encoder.table.special[rendering.ids]] = -1
-    behind = _tokens_behind(context, rendering)
-    if train_on is None:
-        return EncodedText(rendering.ids, rendering.located, np.where(behind, num_bytes, -1),
-                           num_overlaps=rendering.num_overlaps)
-    learned = behind if train_on == "all" else _assistant_tokens(messages, rendering, context)
-    num_bytes = np.where(learned, num_bytes, -1)
+    num_bytes[encoder.table.special[rendering.ids] | ~learned] = -1
     return EncodedText(rendering.ids, rendering.located, num_bytes, learned,
                        num_overlaps=rendering.num_overlaps)
 
@@ -639,8 +636,10 @@ def read_chat(collator, example, takes_part):
         # numbered as in the student's chat; what stands in front is no turn of it
         of_teacher.turns = [turn._replace(message=turn.message - num_more)
                             for turn in of_teacher.turns if turn.message >= num_more]
-        context = max(example.context, bool(example.teacher_prompt))
-        teacher = encode_chat(messages, of_teacher, pair.encoder, context=context)
+        context = example.context
+        if collator.train_on == "all":  # what it alone reads ends before the first answer
+            context = max(context, bool(example.teacher_prompt))
+        teacher = encode_chat(messages, of_teacher, pair.encoder, collator.train_on, context)
         alignment = pair_chats((rendering, of_teacher), encoders, collator.aligner,
                                collator.train_on)
         pairings.append(Pairing(teacher, alignment))

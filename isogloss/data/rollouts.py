@@ -467,14 +467,13 @@ def _pair_ids(rollout, student, encoder):
         except SkippedPrompt:
             return Pairing(skipped=True)
     read = student_reading(replace(rollout, prompt=prompt), encoder)
-    teacher = EncodedText(read.ids, read.located, bytes_of_tokens(read.located))
     num_bytes = np.maximum(student.num_bytes[student.learned], 0)
     size = len(num_bytes)
     every = np.ones(size, bool)
     ones = np.ones(size, np.int64)
     text_bytes = int(num_bytes.sum())
     dropped = {"normalized": 0, "unencodable": 0, "unmatched": 0}
-    return Pairing(teacher, Alignment(
+    return Pairing(read, Alignment(
         _numbered(student.learned), _numbered(read.learned),
         chunk_start=num_bytes.cumsum() - num_bytes, chunk_bytes=num_bytes, student_tokens=ones,
         teacher_tokens=ones, exact=every, same_bytes=every, text_bytes=text_bytes,
@@ -493,7 +492,7 @@ def _pair_text(rollout, student, encoders, aligner):
         ids, = encoders[1].encode([text])
     except TokenBeyondHead:  # what the student writes ends no run
         return Pairing(skipped=True)
-    teacher = encode_text(text, ids, encoders[1])
+    teacher = encode_text(text, ids, encoders[1], len(rollout.prompt.text))
     if not rollout.ended and len(ids) and ids[-1] == tables[1].eos:
         teacher = teacher.without_last()  # a rollout that was cut has no end on either side
     return pair_texts(text, student, teacher, *tables, aligner, pair_eos=rollout.ended)
@@ -510,7 +509,7 @@ def _pair_chat(rollout, student, encoders, aligner):
         of_teacher = chats.render(messages, encoders[1], prompt.tools)
     except (chats.SkippedChat, TokenBeyondHead):
         return Pairing(skipped=True)
-    encoded = chats.encode_chat(messages, of_teacher, encoders[1])
+    encoded = chats.encode_chat(messages, of_teacher, encoders[1], "assistant", before)
     data = (prompt.text + rollout.text).encode(errors="replace")
     first_byte = len(prompt.text.encode(errors="replace"))
     turns = []

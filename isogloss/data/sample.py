@@ -4,7 +4,7 @@ A text is encoded once by each model (`EncodedText`) and aligned once with each 
 Only then is it cut, because the shortest cut that any teacher's context asks for is the cut of all.
 
 A position t of a model predicts the token at t + 1, so labels, chunk ids and byte counts are
-shifted by one, here and nowhere else (`shift`).
+shifted by one, here and nowhere else (`TokenRow`).
 
 Shapes: S student tokens, T teacher tokens.
 """
@@ -370,8 +370,13 @@ def cut_pair(student, pairing, student_limit, teacher_limit):
     if student.learned is not None:  # a chunk is learned as a whole or not at all
         chunks = without_chunks(read_chunks, read_chunks[0][~student.learned])
     teacher = pairing.teacher
+    num_bytes = teacher.num_bytes
+    is_cut = student_cut < len(student.ids) or teacher_cut < len(teacher.ids)
+    if is_cut and (read_chunks[1][:teacher_cut] < 0).all():  # at another byte on each side
+        num_bytes = np.full_like(num_bytes, -1)
     pair = PairSample(
-        teacher=shift(teacher.ids, teacher.ids, teacher.num_bytes, teacher_cut),
+        teacher=TokenRow(teacher.ids[: teacher_cut - 1], teacher.ids[1:teacher_cut],
+                         num_bytes[1:teacher_cut]),
         student_chunk=chunks[0][1:student_cut], teacher_chunk=chunks[1][1:teacher_cut],
         read_student_chunk=read_chunks[0][1:student_cut],
         read_teacher_chunk=read_chunks[1][1:teacher_cut], alignment=alignment,
@@ -380,11 +385,3 @@ def cut_pair(student, pairing, student_limit, teacher_limit):
     kept = kept[np.diff(kept, prepend=-1) != 0]  # once each: the tokens of a chunk are neighbors
     pair.aligned_bytes = int(alignment.chunk_bytes[kept].sum())
     return student_cut, pair
-
-
-def shift(ids, labels, num_bytes, cut):
-    """Return the TokenRow of the first `cut` tokens; position t reads ids[t], predicts ids[t + 1].
-
-    The last of these tokens is predicted and not read.
-    """
-    return TokenRow(ids[: cut - 1], labels[1:cut], num_bytes[1:cut])

@@ -1,8 +1,8 @@
 """Measure held-out quality: bits per byte, accuracy, entropy, and how far two models are apart.
 
-Bits per byte compares models with different tokenizers: the negative log2-likelihood of all text
-tokens, divided by the UTF-8 bytes that they spell.  End-of-text tokens count on neither side of the
-fraction.  Accuracy and entropy are per token, so those of different tokenizers compare roughly.
+Bits per byte compares models with different tokenizers: the negative log2-likelihood of the
+learned text, divided by its UTF-8 bytes.  Control tokens, such as ends, count on neither side of
+the fraction.  Accuracy and entropy are per token, so those of different tokenizers compare roughly.
 """
 
 import itertools

@@ -247,22 +247,21 @@ def truncate(logits_NW, top_k, labels_N, temperature=1.0):
 def sample_scores(logits, batch):
     """Return (B,) how sure a teacher is of each sample: log-probability, in nats, for each byte.
 
-    It is -inf for a sample that the teacher does not read, whose template refuses it, say.
-    Tokens of different tokenizers are not the same unit, bytes are.
+    It is that of what is learned: FLOOR where this has no byte, -inf where the teacher does not
+    read the sample.  Tokens of different tokenizers are not the same unit, bytes are.
 
     Args:
         logits: LogitsSource of the teacher; of truncated logits ScoredLogits.
     """
     labels = batch.labels.flatten()
-    num_bytes = batch.num_bytes.flatten().clamp(min=0)
+    num_bytes = batch.num_bytes.flatten()
     scores = []
-    for number, positions in enumerate(batch.labeled.split(batch.num_labeled)):
-        if not len(positions):
-            scores.append(torch.full((), -torch.inf, device=labels.device))
-            continue
-        size = (num_bytes * (batch.sample == number)).sum().clamp(min=1)
+    for positions in batch.labeled.split(batch.num_labeled):
+        unknown = FLOOR if len(positions) else -torch.inf
+        positions = positions[num_bytes[positions] >= 0]
+        size = num_bytes[positions].sum()
         total = sum(label_logp(logits, labels, block).sum() for block in positions.split(BLOCK))
-        scores.append((total / size).float())
+        scores.append(torch.where(size > 0, total / size, unknown).float())
     return torch.stack(scores)
 
 
