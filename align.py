@@ -24,6 +24,7 @@ Needs numpy and numba only; tokenizers are duck-typed (Hugging Face fast ones,
 
 import codecs
 import hashlib
+import importlib.util
 import itertools
 import re
 import runpy
@@ -1137,5 +1138,7 @@ def _in_chunks(chunks):
 
 
 if __name__ == "__main__":  # to look at it
-    runpy.run_module(f"{__package__}.align_view" if __package__ else "align_view",
-                     run_name="__main__")
+    name = f"{__package__}.align_view" if __package__ else "align_view"
+    if importlib.util.find_spec(name) is None:
+        raise SystemExit("align.py: align_view.py, which shows alignments, is missing; copy it too")
+    runpy.run_module(name, run_name="__main__")

@@ -1,7 +1,9 @@
 """Files copied into another repository: flat, into a package, beside modules of the same names."""
 
 import os
+import re
 import shutil
+import subprocess
 import sys
 from importlib import import_module
 
@@ -50,6 +52,21 @@ def copy(names, folder):
     for name in names:
         shutil.copy(ROOT / f"{name}.py", folder)
     return folder
+
+
+def test_align_shows_with_align_view_beside_it_and_names_it_without(models, tmp_path):
+    command = [sys.executable, "align.py", "--student", models[0], "--teacher", models[1],
+               "--show", "In 2010"]
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    ended = []
+    for name in ("align", "align_view"):
+        copy([name], tmp_path)
+        ended.append(subprocess.run(command, cwd=tmp_path, env=environment, text=True,
+                                    capture_output=True))
+    alone, both = ended
+    assert alone.returncode == 1
+    assert re.fullmatch(r"align\.py: align_view\.py, .* is missing; copy it too\n", alone.stderr)
+    assert both.returncode == 0 and "bytes 100.0%" in both.stdout
 
 
 @pytest.mark.slow
