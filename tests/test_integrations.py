@@ -164,6 +164,18 @@ def test_two_ranks_average_over_the_terms_of_both(chat_models, texts, tmp_path):
                 [loss.item(), ce, kd, norm], rel=1e-4)
 
 
+def test_one_model_is_as_good_a_teacher_as_a_student(chat_models, texts):
+    """Of rows of each kind both are judged by the same text."""
+    model = AutoModelForCausalLM.from_pretrained(chat_models[0]).eval()
+    distillation = Distillation(AutoTokenizer.from_pretrained(chat_models[0]), chat_models[0])
+    for make, _ in KINDS.values():
+        batch = distillation.collate([make(text[:90]) for text in texts[:3]])
+        with torch.no_grad():
+            logits = model(**distillation.inputs(batch)).logits
+        metrics = distillation.measured(distillation.measure(logits, batch))
+        assert metrics["teacher_bits_per_byte"] == pytest.approx(metrics["bits_per_byte"], rel=1e-6)
+
+
 @pytest.mark.slow
 def test_a_teacher_that_is_worse_is_named_once(chat_models, tmp_path):
     """The student as it is teaches itself with random weights."""
@@ -419,6 +431,24 @@ def test_a_loss_of_no_held_out_label_is_not_known(chat_models, tmp_path):
     assert math.isnan(metrics["eval_loss"]) and "eval_ce" not in metrics
     mixed = trainer.evaluate([{"messages": [question]}] * 3 + [answered])
     assert mixed["eval_loss"] == pytest.approx(trainer.evaluate([answered])["eval_loss"], rel=1e-6)
+
+
+def test_an_evaluation_of_no_row_ends_with_a_line(chat_models, tmp_path):
+    """Also of a stream that has ended, and of one data set among several."""
+    from datasets import Dataset, IterableDataset
+
+    rows = [{"text": "One day"}] * 2
+    trainer = distilled(Trainer, chat_models[1])(
+        AutoModelForCausalLM.from_pretrained(chat_models[0]),
+        args=trainer_of("Trainer", tmp_path)[1], train_dataset=rows,
+        processing_class=AutoTokenizer.from_pretrained(chat_models[0]))
+    ended = iter(rows)
+    data = IterableDataset.from_generator(lambda: ended)
+    assert "eval_bits_per_byte" in trainer.evaluate(data)
+    for empty, name in ((data, "eval"), (Dataset.from_list([]), "eval"),
+                        ({"a": rows, "b": Dataset.from_list([])}, "eval_b")):
+        with pytest.raises(ValueError, match=f"{name}: its data set has no rows; give it some"):
+            trainer.evaluate(empty)
 
 
 @pytest.mark.parametrize("flags", [{}, {"max_length": 257}])

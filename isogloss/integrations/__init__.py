@@ -410,6 +410,9 @@ class Distilling:
         self.held_out = None
         output = super().evaluation_loop(
             *arguments, metric_key_prefix=metric_key_prefix, **options)
+        if self.held_out is None:
+            raise ValueError(f"{metric_key_prefix}: its data set has no rows; give it some, or "
+                             "leave it out; a stream may have ended before")
         sums = self.accelerator.gather(self.held_out[None].to(self.args.device)).sum(0)
         metrics = self.distillation.measured(sums)
         metrics["loss"] = float(self.loss_of(metrics))
