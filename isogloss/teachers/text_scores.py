@@ -258,9 +258,11 @@ def sample_scores(logits, batch):
     scores = []
     for positions in batch.labeled.split(batch.num_labeled):
         unknown = FLOOR if len(positions) else -torch.inf
-        positions = positions[num_bytes[positions] >= 0]
-        size = num_bytes[positions].sum()
-        total = sum(label_logp(logits, labels, block).sum() for block in positions.split(BLOCK))
+        total = 0.0
+        for block in positions.split(BLOCK):
+            # not selected by a mask: the host would wait for a GPU
+            total += label_logp(logits, labels, block).where(num_bytes[block] >= 0, 0.0).sum()
+        size = num_bytes[positions].clamp(min=0).sum()
         scores.append(torch.where(size > 0, total / size, unknown).float())
     return torch.stack(scores)
 
