@@ -272,7 +272,7 @@ def test_a_pipeline_asks_on_its_last_stage(models, texts, tmp_path):
 
 def run_impatiently(argv, hangs):
     """Run a command line; once a file is there, this rank is asked to end."""
-    served.PATIENCE = 1.0
+    served.PATIENCE = 5.0  # seconds, in which step 3 is done
     threading.Thread(target=end_once, args=(hangs, os.getpid()), daemon=True).start()
     return jobs.run_and_listen(argv)
 
@@ -283,31 +283,66 @@ def end_once(path, process):
     os.kill(process, signal.SIGTERM)
 
 
+class EndsAtText(StandIn):
+    """Answer until one text is asked about again; whatever ranks do sooner or later than others.
+
+    Attributes:
+        ids: of the text.
+        num_good: how often it is answered.
+        is_silent: called where no answer is to come; None: it is an error.
+    """
+
+    def __init__(self, folder, text, num_good, is_silent=None):
+        super().__init__(folder, masks_padding=True)
+        self.ids = self.encoded(text)
+        self.num_good = num_good
+        self.is_silent = is_silent
+
+    def score(self, body, fault):
+        if not any(ids == self.ids[: len(ids)] for ids in body["prompt"]):
+            return super().score(body, fault)
+        if self.num_good:
+            self.num_good -= 1
+        elif self.is_silent:
+            self.is_silent()
+            fault = "hang"
+        else:
+            fault = 500, "gone"
+        return super().score(body, fault)
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize(("num_good", "fault", "flags", "steps", "code"), [
-    (17, "gone", [], 3, 1),
-    (11, "gone", ["--pipeline_parallel=2"], 3, 1),
-    (11, "gone", [], 2, 1),  # in the evaluation behind the second step
-    (7, "gone", ["--pipeline_parallel=2"], 2, 1),
-    (17, "hangs", [], 3, 128 + signal.SIGTERM),
+@pytest.mark.parametrize(("place", "is_silent", "flags", "steps", "code"), [
+    ("last of step 4", False, [], 3, 1),
+    ("last of step 4", False, ["--pipeline_parallel=2"], 3, 1),
+    ("held out", False, [], 2, 1),  # in the evaluation behind the second step
+    ("held out", False, ["--pipeline_parallel=2"], 2, 1),
+    ("first of step 4", True, [], 3, 128 + signal.SIGTERM),
 ])
 def test_steps_are_saved_on_all_ranks_where_a_server_is_gone(
-        models, texts, tmp_path, num_good, fault, flags, steps, code):
-    """The first request is the probe's, and a rank asks once about each of its batches."""
+        models, texts, tmp_path, place, is_silent, flags, steps, code):
+    """Of a step's rows the last are another rank's than the first; held out are four."""
+    num_rows, held_out, seed = 40, 4, 0
+    rows_of_step = 2 * 2 if flags else 2 * 2 * 2
+    order = np.random.default_rng([seed, 0]).permutation(num_rows - held_out)
+    row, num_good = {"held out": (0, 1),
+                     "first of step 4": (held_out + order[3 * rows_of_step], 0),
+                     "last of step 4": (held_out + order[4 * rows_of_step - 1], 0)}[place]
     hangs = tmp_path / "hangs"
 
-    def hang(answers):
+    def hang():
+        # all ranks have asked about four steps, and two evaluations and the probe came before
+        while len(server.prompts()) < 4 * rows_of_step + 2 * held_out + 1 or server.at_once > 1:
+            time.sleep(0.1)
         hangs.touch()
-        time.sleep(60)
 
-    argv = flags_of_job(models, jobs.write_corpus(tmp_path, texts, 20), tmp_path, *flags,
-                        "--steps=8", "--eval_rows=4", f"--output_dir={tmp_path / 'run'}")
+    argv = flags_of_job(models, jobs.write_corpus(tmp_path, texts, num_rows), tmp_path, *flags,
+                        "--steps=8", f"--eval_rows={held_out}", f"--seed={seed}",
+                        f"--output_dir={tmp_path / 'run'}")
     jobs.ds_config(tmp_path / "ds.json", 1, 2, 2)
-    server = StandIn(models[1], masks_padding=True)
-    server.faults = [None] * num_good + [hang if fault == "hangs" else (500, "gone")] * 99
+    server = EndsAtText(models[1], texts[row], num_good, hang if is_silent else None)
     with server.running():
-        argv += [*from_server(server, models), "--teacher_timeout=2" if fault == "gone" else
-                 "--teacher_timeout=600"]
+        argv += [*from_server(server, models), f"--teacher_timeout={600 if is_silent else 2}"]
         for codes, said in ranks.run(2, run_impatiently, argv, hangs):
             assert codes == [code], said
     saved = [path.name for path in (tmp_path / "run" / "checkpoints").glob("step_*")]

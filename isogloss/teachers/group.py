@@ -45,11 +45,11 @@ class TeacherGroup(TeacherSource):
 
     def save(self, path):
         for number, member in enumerate(self.members):
-            member.save(f"{path}_{number}")
+            member.save(path.with_name(f"{path.name}_{number}"))
 
     def restore(self, path, student):
         for number, member in enumerate(self.members):
-            member.restore(path and f"{path}_{number}", student)
+            member.restore(path and path.with_name(f"{path.name}_{number}"), student)
 
     def close(self):
         for member in self.members:

@@ -178,7 +178,7 @@ class TeacherSource(Protocol):
         """
 
     def save(self, path) -> None:
-        """Write what the steps made of it, if anything, to a file of a checkpoint."""
+        """Write what the steps made of it, if anything, to a file (Path) of a checkpoint."""
 
     def restore(self, path, student) -> None:
         """Read what `save` has written, beside the student of the same checkpoint.
