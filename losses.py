@@ -1153,13 +1153,13 @@ def _hybrid_uld(
     """Return the (C,) values of TRL's hybrid: JSD on common tokens, sorted distance of the rest."""
     if matched_weight is None:
         matched_weight = len(common.teacher) / q_CW.shape[1]
-    tiny = torch.finfo(p_CV.dtype).tiny
-    logp = p_CV[:, common.student].clamp(min=tiny).log()
-    logq = q_CW[:, common.teacher].clamp(min=tiny).log()
-    p_others = p_CV.index_select(1, others.student)
-    q_others = q_CW.index_select(1, others.teacher)
+    if not 0 <= matched_weight <= 1:
+        raise ValueError(f"matched_weight={matched_weight}: expected 0 to 1, or None")
+    logp, logq = [p.clamp(min=torch.finfo(p.dtype).tiny).log()
+                  for p in (p_CV[:, common.student], q_CW[:, common.teacher])]
     matched_C = divergence_of("generalized_jsd", logp, logq, 0.5)
-    sorted_C = sorted_distance(p_others, q_others)
+    sorted_C = sorted_distance(
+        p_CV.index_select(1, others.student), q_CW.index_select(1, others.teacher))
     return matched_weight * matched_C + (1 - matched_weight) * sorted_C
 
 

@@ -336,6 +336,9 @@ def test_wrong_input_is_one_line():
         losses.forward_kl(x, x[..., :-1], None)
     with pytest.raises(ValueError, match="teacher_chunk has the shape"):
         losses.find_chunks(chunk_S, chunk_T[:-1])
+    for weight in (-1.0, 2.0):  # -1 is what --loss_options takes for the rule
+        with pytest.raises(ValueError, match=f"matched_weight={weight}: expected 0 to 1, or None"):
+            losses.uld(x, y, *case.ids, common=tables.common, matched_weight=weight)
     with pytest.raises(ValueError, match="support='both'"):
         losses.forward_kl(x, x, mask, top_k=2, support="both")
     with pytest.raises(ValueError, match="'kl': no such divergence"):
