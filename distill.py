@@ -131,7 +131,7 @@ def train(state, batches, held_out, start, inputs, signals):
     except EngineError as error:
         once.save_if_new(state, start, log)
         log.close()
-        launch.fail(f"{error}; {once.describe_last_checkpoint(state)}", code=1)
+        launch.fail(f"{error}; {once.describe_last_checkpoint(state)}", code=error.code)
     log.end_bar()
     return log
 
@@ -218,8 +218,8 @@ def train_step(state, micro_batches):
     counts = reduce(operator.add, [batch.counts for batch in micro_batches]).all_reduce()
     weights = term_weights(state, counts, len(micro_batches))
     # 2. what the teachers say about all micro-batches
-    for setup in state.teachers:
-        setup.source.wait(len(micro_batches))
+    for number, setup in enumerate(state.teachers):
+        setup.source.wait([batch.teachers[number] for batch in micro_batches])
     micro_batches = state.uploads.to_device(micro_batches)
     for hook in state.hooks:
         hook.before_step(micro_batches)

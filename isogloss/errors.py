@@ -10,8 +10,13 @@ class CannotSave(Exception):
 
 
 class EngineError(RuntimeError):
-    """Report that an engine has ended, does not answer, or gives another answer than expected."""
+    """Report that an engine has ended, does not answer, or gives another answer than expected.
+
+    code: what the job exits with.
+    """
+
+    code = 1
 
 
 class EngineStopped(Exception):
-    """Report that a signal asks the job to end while it waits for an engine."""
+    """Report that a signal asks the job to end while it waits for an engine or a data worker."""

@@ -581,6 +581,11 @@ def load_batches(cfg, inputs, engine, device, start, *, place=None, asked_to_end
                                          micro_batch_size, reader_rank, num_readers(cfg))
         held_out[data.source.name] = Loader(of_source, 0, pinned=pinned)
     training = Loader(batches, cfg.num_workers, asked_to_end, pinned)
+    if dist.get_world_size() > 1:
+        from isogloss.job.several.together import Together
+
+        training = Together(training)
+        held_out = {name: Together(of_source) for name, of_source in held_out.items()}
     return iter(training), held_out
 
 

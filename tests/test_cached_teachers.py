@@ -4,12 +4,14 @@
 import contextlib
 import io
 import json
+import math
 import os
 import re
 import shutil
 import signal
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -305,6 +307,34 @@ def read_all(models, data, caches, samples):
     reading.check(samples, EXACT)
     reading.check_draws(samples)
     reading.check_packed(samples)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("num_ranks, flags, rows", [
+    (1, [], [2, 1]), (2, [], [2, 1]), (2, ["--pipeline_parallel=2"], [2, 2])])
+def test_what_a_cache_lacks_of_a_stream_costs_no_step(
+        num_ranks, flags, rows, models, texts, tmp_path):
+    """The last rank meets it in the third step; a stream is read without an end."""
+    path = Path(jobs.write_corpus(tmp_path, texts, 20))
+    rows_of_step = math.prod(rows) * (1 if flags else num_ranks)
+    row = np.random.default_rng([0, 0, 0]).permutation(20)[3 * rows_of_step - 1]
+    cached = tmp_path / "cached.jsonl"
+    lines = path.read_text().splitlines()
+    cached.write_text("\n".join(lines[:row] + lines[row + 1 :]))
+    folder = tmp_path / "cache"
+    ranks.run(1, write, [[f"--teacher={models[1]}", f"--data={cached}", f"--output={folder}",
+                          "--top_k=5"]])
+    argv = [f"--student={models[0]}", f"--data={path}", "--streaming", "--steps=4",
+            "--max_length=60", f"--teacher_cache={folder}", *flags,
+            f"--output_dir={tmp_path / 'run'}",
+            f"--ds_config={jobs.ds_config(tmp_path / 'ds.json', 1, *rows)}"]
+    on_ranks = ranks.run(num_ranks, jobs.run_and_listen, argv)
+    assert [codes for codes, _ in on_ranks] == [[2]] * num_ranks, on_ranks
+    said = "".join(of_rank for _, of_rank in on_ranks)
+    [line] = [line for line in said.splitlines() if line.startswith("distill.py: --")]
+    last = tmp_path / "run" / "checkpoints" / "step_0000002"
+    assert "lacks a text of the data" in line and f"the last good checkpoint is {last}" in line
+    assert last.exists()
 
 
 def test_a_cache_says_what_the_teacher_says(models, data, texts, caches):

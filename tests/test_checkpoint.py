@@ -14,6 +14,7 @@ from contextlib import redirect_stderr
 from io import StringIO
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -23,6 +24,7 @@ from conftest import ROOT
 from isogloss import distill
 from isogloss.checkpoints import checkpoint
 from isogloss.checkpoints.resume import load_checkpoint
+from isogloss.data import order
 from isogloss.errors import DataError
 from isogloss.job import files
 from isogloss.job.launch import start_distributed
@@ -395,28 +397,33 @@ def test_two_jobs_do_not_write_to_one_folder(flags, tmp_path):
         assert [line["step"] for line in losses_of(output)] == [1]
 
 
-def with_bad_row(folder, flags):
-    """Return the Outcomes of a run that meets a bad row in its third step, and of the next one."""
-    draw = distill.next_micro_batches
+def with_bad_row(folder, flags, row):
+    """Return the Outcomes of a run that meets a bad row, and of the next one and a whole one."""
+    read = order.ExampleReader.__call__
 
-    def draw_good_rows(state, batches, step):
-        if step == 3:
-            raise DataError("row 7 is none")
-        return draw(state, batches, step)
+    def read_good_rows(reader, content, number=None):
+        if number == row:
+            raise DataError(f"row {row} is none")
+        return read(reader, content, number)
 
-    distill.next_micro_batches = draw_good_rows
+    order.ExampleReader.__call__ = read_good_rows
     ended = outcomes(folder, flags, [""])
-    distill.next_micro_batches = draw
+    order.ExampleReader.__call__ = read
     return ended + outcomes(folder, flags, ["", f"--output_dir={folder}/whole"])
 
 
-def test_a_bad_row_in_the_middle_costs_no_step(flags, tmp_path):
-    """Of a job of one rank: of several the others wait for the one that has met it."""
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_a_bad_row_in_the_middle_costs_no_step(flags, tmp_path, num_ranks):
+    """The last rank meets it."""
+    order_of_rows = np.random.default_rng([0, 0]).permutation(20)
+    row = int(order_of_rows[3 * 2 * num_ranks - 1])  # of three steps with two rows a rank
     flags = [*flags, f"--output_dir={tmp_path / 'run'}", "--steps=4"]
-    [[bad, again, whole]] = ranks.run(1, with_bad_row, str(tmp_path), flags)
+    on_ranks = ranks.run(num_ranks, with_bad_row, str(tmp_path), flags, row)
     last = tmp_path / "run" / "checkpoints" / "step_0000002"
-    assert bad.exit_code == 2 and again.exit_code == whole.exit_code == 0
-    assert f"row 7 is none; the last good checkpoint is {last}" in bad.stderr
+    for bad, again, whole in on_ranks:
+        assert bad.exit_code == 2 and again.exit_code == whole.exit_code == 0
+    said = "".join(bad.stderr for bad, *_ in on_ranks)
+    assert said.count(f"distill.py: row {row} is none; the last good checkpoint is {last}\n") == 1
     assert losses_of(tmp_path / "run") == losses_of(tmp_path / "whole")
 
 

@@ -26,7 +26,7 @@ import traceback
 
 import torch
 
-from isogloss.errors import DataError
+from isogloss.errors import DataError, EngineStopped
 from isogloss.job.columns import Packed, pack
 from isogloss.job.processes import end_with
 from isogloss.job.rendezvous import TRAINING_TIMEOUT
@@ -115,7 +115,7 @@ class Worker:
         Raises:
             DataError: the worker has died or was refused its data, or no batch came in time.
             RuntimeError: it failed in another way; with its traceback.
-            SystemExit: the job is asked to end, and no batch came for PATIENCE seconds.
+            EngineStopped: the job is asked to end, and no batch came for PATIENCE seconds.
         """
         try:
             self._wait(asked_to_end)
@@ -150,7 +150,7 @@ class Worker:
         while not self.connection.poll(PERIOD):
             seconds = time.monotonic() - begin
             if asked_to_end() and seconds > PATIENCE:
-                raise SystemExit(128 + signal.SIGTERM)
+                raise EngineStopped
             if seconds > TRAINING_TIMEOUT.total_seconds():
                 raise DataError(
                     f"a data worker (process {self.process.pid}) has sent nothing for "

@@ -8,6 +8,7 @@ leaves, whatever the student, its cut, the packing and the ranks.
 import hashlib
 import json
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -18,6 +19,7 @@ from isogloss.align import fingerprint
 from isogloss.data.options.text_keys import key_of
 from isogloss.errors import DataError
 from isogloss.flags.parse import DATE
+from isogloss.job.several.together import DataErrorOfRank, together
 from isogloss.teachers.cache_files import (
     FLAG,
     HEAD,
@@ -192,6 +194,9 @@ class CacheSpec(TeacherSpec):
     def load(self):
         return CachedTeacher(self)
 
+    def silent(self):
+        return SilentReader()
+
 
 # --- the source -----------------------------------------------------------------------------------
 
@@ -206,6 +211,16 @@ class CachedTeacher(TeacherSource):
         self.manifest = self.reader.manifest
         self.head = load_head(self.folder, spec) if spec.output == "hidden" else None
         self.is_plain = spec.rest_temperature != self.manifest.temperature
+
+    def wait(self, batches):
+        """Look up the texts of a step on all ranks, which raise the DataErrorOfRank of any."""
+        together(partial(self._find_all, batches), DataErrorOfRank)
+
+    def _find_all(self, batches):
+        for batch in batches:
+            keys = batch.keys.cpu().numpy()
+            for text in batch_texts(batch):
+                self._find(keys[text.sample], text.tokens)
 
     def targets(self, batch):
         """Return the logits of a TeacherBatch; positions that belong to no text hold zeros.
@@ -266,6 +281,16 @@ class CachedTeacher(TeacherSource):
             raise DataError(f"--{FLAG} {self.folder}: a text has other tokens there than this run "
                             "reads; its tokenizer or its chat template is another one")
         return place
+
+
+class SilentReader(TeacherSource):
+    """Hear, on a rank that computes no loss, whether the others have found their texts."""
+
+    def wait(self, batches):
+        together(bool, DataErrorOfRank)
+
+    def targets(self, batch):
+        """Read nothing."""
 
 
 def load_head(folder, spec):

@@ -20,9 +20,9 @@ class TeacherGroup(TeacherSource):
         for member in self.members:
             member.request(batch)
 
-    def wait(self, num_batches):
+    def wait(self, batches):
         for member in self.members:
-            member.wait(num_batches)
+            member.wait(batches)
 
     def end_when(self, asked_to_end):
         for member in self.members:

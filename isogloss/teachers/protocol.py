@@ -148,8 +148,8 @@ class TeacherSource(Protocol):
     def request(self, batch) -> None:
         """Start what `targets` of this TeacherBatch will return; may come a whole step before."""
 
-    def wait(self, num_batches) -> None:
-        """Wait for answers; all ranks take part, and raise the EngineError of any."""
+    def wait(self, batches) -> None:
+        """Wait for the answers of a step; all ranks take part, and raise the EngineError of any."""
 
     def end_when(self, asked_to_end) -> None:
         """Wait for what may take long only until asked_to_end() is true."""

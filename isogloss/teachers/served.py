@@ -350,9 +350,9 @@ class ServedTeacher(TeacherSource):
         texts = self._local(batch_texts(batch))
         self.pending.append((texts, self._ask([text.tokens for text in texts])))
 
-    def wait(self, num_batches):
+    def wait(self, batches):
         if self.asked_to_end:
-            asked = islice(self.pending, num_batches)
+            asked = islice(self.pending, len(batches))
             together(partial(self._wait, [future for _, futures in asked for future in futures]))
 
     def end_when(self, asked_to_end):
@@ -382,7 +382,7 @@ class ServedTeacher(TeacherSource):
         """
         if not self.pending:
             self.request(batch)
-            self.wait(1)
+            self.wait([batch])
         texts, futures = self.pending.popleft()
         expected = self._local(batch_texts(batch))
         assert len(texts) == len(expected) and all(
@@ -441,13 +441,13 @@ class SilentListener(TeacherSource):
 
     num_known = 0  # TeacherBatches of which it has heard
 
-    def wait(self, num_batches):
+    def wait(self, batches):
         together(bool)
-        self.num_known += num_batches
+        self.num_known += len(batches)
 
     def targets(self, batch):
         if not self.num_known:
-            self.wait(1)
+            self.wait([batch])
         self.num_known -= 1
 
 
