@@ -395,7 +395,13 @@ class CrossTokenizerKD:
         if parameters.get("kept_K") is not None:
             check_columns(parameters["kept_K"], len(self.token_tables[1]))
         if self.spec.prepare:
-            self.tables = self.spec.prepare(*self.tables)
+            if not find_spec(BESIDE + "spelling"):
+                raise ValueError(f"loss={loss!r}: put spelling.py beside cross_tokenizer.py")
+            indices, likelihoods = self.tables
+            unwritten_twins = _beside("spelling").unwritten_twins
+            unwritten_V = unwritten_twins(self.token_tables[0], self.tokenizers[0])
+            written = indices.masked_fill(torch.from_numpy(unwritten_V)[:, None], -1)
+            self.tables = self.spec.prepare(written, likelihoods)
         limit = parameters.pop("max_divergence", 0)
         if limit:
             parameters["bound"] = partial(torch.clamp, max=limit)

@@ -493,6 +493,20 @@ def unwritten_tokens(table, tokenizer, student_pieces_WP, canonical_V):
     return unwritten_V
 
 
+def unwritten_twins(table, tokenizer):
+    """Return (V,) bool: tokens of text whose bytes the tokenizer writes as another token.
+
+    Such as '<0x41>', which SentencePiece falls back to, beside 'A'.
+    """
+    raw = _bytes_of_text(table)
+    counts = Counter(raw)
+    twins = [v for v, spelled in enumerate(raw) if spelled and counts[spelled] > 1]
+    unwritten_V = np.zeros(len(table), bool)
+    for v, ids in zip(twins, _speller(tokenizer, table)([raw[v] for v in twins])):
+        unwritten_V[v] = len(ids) == 1 and ids[0] != v
+    return unwritten_V
+
+
 def is_utf8(raw):
     """Tell whether bytes are UTF-8."""
     try:

@@ -12,14 +12,16 @@ from cases import close, gradient
 from conftest import ROOT
 from isogloss import losses
 from isogloss.config import Config, configs_by_teacher, options_of_tasks, routes_by_teacher
+from isogloss.data.sample import TextEncoder
 from isogloss.flags.help import help_text
 from isogloss.flags.parse import choices_of, parse_flags
 from isogloss.objective.loss_table import LOSSES, LossSpec, build_loss
 from isogloss.projection_tools.build import cached_projection
 from isogloss.several_teachers import loss_flags, teacher_keys
+from isogloss.spelling import unwritten_twins
 from isogloss.teachers.model import ENGINES
 from isogloss.tile_plan import SubTile
-from tokens import pair_of
+from tokens import pair_of, real
 
 GOOD = dict(student="s", teacher="t", data="d")
 WEIGHED = '[{"data": "d", "weight_key": "w"}]'
@@ -330,6 +332,7 @@ def test_hybrid_uld_of_a_run_is_the_function(encoders, matched_weight):
     x.requires_grad_()
     value = loss.loss_fn(x, y, sub_tile)
     projection = cached_projection(pair_of(encoders))
+    projection["indices"][unwritten_twins(encoders[0].table, encoders[0].tokenizer)] = -1
     common = losses.common_tokens(projection["indices"], projection["likelihoods"])
     ids = [side[None] for side in sub_tile[2:6]]
     expected, _ = losses.uld(
@@ -337,3 +340,17 @@ def test_hybrid_uld_of_a_run_is_the_function(encoders, matched_weight):
         weight_BS=sub_tile.weight[None])
     assert abs(value - expected) < 1e-9 * expected
     assert close(gradient(value, x), gradient(expected, x), 1e-9)
+
+
+@pytest.mark.parametrize("loss", ["gold", "h_kl", "hybrid_uld"])
+def test_a_period_is_taught_by_a_period(loss):
+    """Not its byte, for which SentencePiece has a token, too, that it does not write."""
+    encoders = [TextEncoder(*real(name), 400) for name in ("tok512", "gpt2")]
+    rows = [torch.zeros(5, len(side.table), dtype=torch.float64) for side in encoders]
+    rows[1][:, encoders[1].tokenizer.convert_tokens_to_ids(".")] = 20.0
+    rows[0].requires_grad_()
+    options = {"matched_weight": 1.0} if loss == "hybrid_uld" else {}
+    of_run = build_loss(Config(**GOOD | dict(loss=loss), loss_options=options), *encoders, "cpu")
+    value = of_run.loss_fn(*rows, sub_tile_of([len(side.table) for side in encoders]))
+    raised = gradient(value, rows[0])[0].argmin()  # the student begins with equal logits
+    assert raised == encoders[0].tokenizer.convert_tokens_to_ids(".")

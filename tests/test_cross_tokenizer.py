@@ -376,6 +376,14 @@ def test_wrong_tables_are_one_line(pair, tables, case, tmp_path, monkeypatch):
     assert not (tmp_path / "read").exists()
 
 
+@pytest.mark.parametrize("loss", ["gold", "h_kl"])
+def test_of_twins_the_written_one_is_common(pair, tables, loss):
+    kd = CrossTokenizerKD(*pair.tokenizers, loss, tables=tables["projection"])
+    common = dict(zip(*[ids.tolist() for ids in kd.tables]))
+    period, byte = pair.tokenizers[0].convert_tokens_to_ids([".", "<0x2E>"])
+    assert common[period] == pair.tokenizers[1].convert_tokens_to_ids(".") and byte not in common
+
+
 # --- examples -------------------------------------------------------------------------------------
 
 def test_the_example_runs_in_a_directory_of_copies(pair, stories, tmp_path):

@@ -6,7 +6,7 @@ from tokenizers import Tokenizer, models, normalizers, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from conftest import asset
-from isogloss.align import TokenTable
+from isogloss.align import TokenTable, all_bytes
 from isogloss.projection_tools.cells import build_translation
 from isogloss.projection_tools.tokenizers import Pair
 from isogloss.spelling import (
@@ -15,6 +15,7 @@ from isogloss.spelling import (
     spell as spell_tokens,
     translation_tables,
     unwritten_tokens,
+    unwritten_twins,
 )
 from tokens import real, table_of
 
@@ -73,6 +74,23 @@ def test_tokens_that_a_tokenizer_never_writes_get_no_mass(student, unwritten):
         text = asset("text", name).read_text(encoding="utf-8", errors="ignore")[:100_000]
         written = loaded[0](text, add_special_tokens=False, verbose=False)["input_ids"]
         assert not without_mass[written].any()
+
+
+@pytest.mark.parametrize(("name", "twins"), [
+    ("tok512", {"<0x2E>": ".", "<0x41>": "A"}), ("llama2", {"<0x2E>": ".", "<0x20>": "▁"}),
+    ("mistral_v7", {"<0x2E>": "."}), ("gpt2", {})])
+def test_of_twins_the_one_counts_that_is_written(name, twins):
+    """No token of a text is unwritten, and each that is has the bytes of a written one."""
+    tokenizer, table = real(name)
+    unwritten_V = unwritten_twins(table, tokenizer)
+    for hidden, shown in twins.items():
+        ids = tokenizer.convert_tokens_to_ids([hidden, shown])
+        assert unwritten_V[ids].tolist() == [True, False]
+    shown = {raw for raw, hidden in zip(all_bytes(table), unwritten_V) if not hidden}
+    assert {table.bytes_of(v) for v in np.flatnonzero(unwritten_V).tolist()} <= shown
+    text = asset("text", "wikitext2_valid_tokens.txt").read_text(encoding="utf-8")[:100_000]
+    written = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+    assert not unwritten_V[written].any() and unwritten_V.any() == bool(twins)
 
 
 BYTE_NAMES = ["<unk>", *(f"<0x{byte:02X}>" for byte in range(256))]

@@ -16,10 +16,12 @@ Shapes: n positions; V, W vocabularies of student and teacher.  Tests: tests/tes
 
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 from isogloss.align import all_bytes
 from isogloss.losses import at_least_float32, find_chunks
+from isogloss.spelling import unwritten_twins
 
 DRAFTED = 5  # tokens of a block, as often in examples of vLLM
 
@@ -38,17 +40,18 @@ class Speculation:
     names = ("draft_acceptance",)
 
     @classmethod
-    def of(cls, student_table, teacher_table, device):
+    def of(cls, student_table, teacher_table, device, unwritten=((), ())):
         """Pair equal bytes, and control tokens of equal names, of two TokenTables.
 
-        Of equal ones in one vocabulary the last is what a tokenizer writes: pieces stand behind
-        the bytes that they fall back to, and added tokens behind pieces.
+        Of equal ones in one vocabulary that are written the last counts.
 
+        Args:
+            unwritten: `spelling.unwritten_twins` of both, which are left out.
         Raises:
             ValueError: the vocabularies have nothing in common.
         """
-        ids_of_student = _ids_by_spelling(student_table)
-        ids_of_teacher = _ids_by_spelling(teacher_table)
+        ids_of_student, ids_of_teacher = map(
+            _ids_by_spelling, (student_table, teacher_table), unwritten)
         common = sorted(ids_of_student.keys() & ids_of_teacher.keys())
         if not common:
             raise ValueError("--eval_draft: the two tokenizers have no token in common, so that "
@@ -88,11 +91,12 @@ class Speculation:
         return {"draft_length": length}
 
 
-def _ids_by_spelling(table):
+def _ids_by_spelling(table, unwritten_V):
     """Return {(is it a control token, bytes): id}."""
     ids = {}
+    hidden = set(np.flatnonzero(unwritten_V).tolist())
     for token, spelled in enumerate(all_bytes(table)):
-        if spelled:
+        if spelled and token not in hidden:
             ids[bool(table.special[token]), spelled] = token
     return ids
 
@@ -104,4 +108,7 @@ def plan_speculation(teachers, student, device):
             raise ValueError(f"--eval_draft with the teacher {setup.name}: of which some tokens "
                              "are kept, and it is about all of its tokens; keep hidden states, or "
                              "leave it out")
-        setup.speculation = Speculation.of(student.table, setup.encoder.table, device)
+        encoders = student, setup.encoder
+        unwritten = [unwritten_twins(one.table, one.tokenizer) for one in encoders]
+        tables = [one.table for one in encoders]
+        setup.speculation = Speculation.of(*tables, device, unwritten)

@@ -14,6 +14,7 @@ from isogloss.objective.loss_table import (
 )
 from isogloss.projection_tools.build import cached_projection
 from isogloss.projection_tools.projection_files import as_tables, load_projection
+from isogloss.spelling import unwritten_twins
 from isogloss.tiles import TeacherBlocks
 
 
@@ -133,7 +134,9 @@ def _common_and_rest(cfg, pair, device, relaxed=False):
     They are known here once, so that nothing waits for the device in a step.
     """
     indices, likelihoods = _projection(cfg, pair, device)
-    common = losses.common_tokens(indices, likelihoods, relaxed=relaxed)
+    unwritten_V = torch.from_numpy(unwritten_twins(pair.tables[0], pair.tokenizers[0])).to(device)
+    written = indices.masked_fill(unwritten_V[:, None], -1)
+    common = losses.common_tokens(written, likelihoods, relaxed=relaxed)
     rest = [losses.other_tokens(ids, len(table)) for ids, table in zip(common, pair.tables)]
     return indices, common, rest
 
