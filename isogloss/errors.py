@@ -10,12 +10,9 @@ class CannotSave(Exception):
 
 
 class EngineError(RuntimeError):
-    """Report that an engine has ended, does not answer, or gives another answer than expected.
+    """Report that an engine has ended, does not answer, or gives another answer than expected."""
 
-    code: what the job exits with.
-    """
-
-    code = 1
+    code = 1  # with which the job ends
 
 
 class EngineStopped(Exception):

@@ -1,6 +1,7 @@
 """Projections as files: they hold the fingerprints of both tokenizers, and are checked."""
 
 import warnings
+from dataclasses import fields
 
 import numpy as np
 import torch
@@ -49,7 +50,7 @@ def load_projection(path, pair):
     _check_tokenizers(path, tables, pair)
     V = len(pair.tables[0])
     indices = tables["indices"][:V].long()  # a file may cover the padding of an lm_head
-    likelihoods = tables["likelihoods"][:V].float()
+    likelihoods = tables["likelihoods"][:V].detach().float()  # of a loop, it may be a Parameter
     _check_values(path, indices, likelihoods)
     if tables.get("enable_scale_trick") is True and indices.shape[1] > 1:
         message = f"{path}: made with the scale trick; its last column is left out"
@@ -164,7 +165,8 @@ def finish(projection, pair, args, *notes):
     """
     name = type(args).__name__.removesuffix("Args").lower()
     words = [f"isogloss projection_tools.{name}"]
-    for key, value in vars(args).items():
+    for key in [field.name for field in fields(args)]:
+        value = getattr(args, key)
         # The models have keys of their own, and equal content should not differ by its file's name.
         if value not in ("", False) and key not in ("student", "teacher", "output"):
             words.append(f"--{key.replace('_', '-')} {value}")

@@ -8,9 +8,11 @@ import subprocess
 import sys
 import threading
 
+import deepspeed
 import pytest
 
 from conftest import ROOT
+from isogloss.student.ds_engine import start_deepspeed
 from jobs import ds_config, losses_of, write_corpus
 from test_launch import KEPT
 
@@ -102,3 +104,14 @@ def test_a_command_line_without_a_secret_keeps_its_console(monkeypatch):
         assert os.environ["WANDB_CONSOLE"] == "off" and sys.argv == arguments
         raise ValueError
     assert sys.argv is arguments
+
+
+def test_where_wandb_does_not_start_no_ds_config_is_blamed(monkeypatch):
+    import wandb
+
+    def unreachable(**_):
+        raise wandb.errors.CommError("Timed out while retrying")
+
+    monkeypatch.setattr(deepspeed, "initialize", unreachable)
+    with pytest.raises(ValueError, match=r"^wandb, of .*WANDB_MODE=offline.*Timed out while retry"):
+        start_deepspeed("ds.json")

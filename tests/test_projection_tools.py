@@ -375,6 +375,9 @@ def test_files_hold_what_was_saved(pair, projection, tmp_path):
         assert {"student_model_id", "teacher_model_id"} <= back.keys()
         with pytest.raises(ValueError, match="made for another student tokenizer"):
             projection_files.load_projection(tmp_path / name, swapped(pair))
+    learned = torch.nn.Parameter(tables["likelihoods"])  # as a loop of one's own saves it
+    torch.save(tables | {"likelihoods": learned}, tmp_path / "p.pt")
+    assert np.allclose(projection_files.load_arrays(tmp_path / "p.pt", pair)[1], projection[1])
 
 
 def test_files_of_other_tools_load(pair, projection, tmp_path):
@@ -514,7 +517,7 @@ def test_the_chain_of_command_lines_equals_build(models, tmp_path, capsys):
     assert torch.equal(built["indices"], files.load_tables(file["c"])["indices"])
     assert built["tool"].startswith("isogloss projection_tools.build --top-k 4 --max-pieces 4")
     # The model ids have keys of their own.
-    assert "--student" not in built["tool"]
+    assert "--student" not in built["tool"] and "given" not in built["tool"]
     assert built["student_model_id"] == str(models[0])
 
     # Rows that were cut differ from those that were not.

@@ -139,5 +139,7 @@ def start_deepspeed(path, **arguments):
     except torch.OutOfMemoryError:
         raise
     except Exception as error:
-        raise ValueError(f"--ds_config {path}: DeepSpeed does not start with it "
-                         f"({type(error).__name__}: {_reason(error)})") from error
+        where = f"--ds_config {path}: DeepSpeed does not start with it"
+        if type(error).__module__.partition(".")[0] == "wandb":
+            where = "wandb, of --wandb_project or ds_config (WANDB_MODE=offline takes no network)"
+        raise ValueError(f"{where} ({type(error).__name__}: {_reason(error)})") from error
