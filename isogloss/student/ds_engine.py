@@ -141,5 +141,5 @@ def start_deepspeed(path, **arguments):
     except Exception as error:
         where = f"--ds_config {path}: DeepSpeed does not start with it"
         if type(error).__module__.partition(".")[0] == "wandb":
-            where = "wandb, of --wandb_project or ds_config (WANDB_MODE=offline takes no network)"
+            where = "wandb, of --wandb_project or ds_config (WANDB_MODE=offline needs no network)"
         raise ValueError(f"{where} ({type(error).__name__}: {_reason(error)})") from error
