@@ -42,7 +42,7 @@ from isogloss.errors import DataError, EngineError
 from isogloss.flags.model_names import is_address, read_model_name, without_secrets
 from isogloss.inputs import load_text_encoder, open_rows
 from isogloss.job import launch
-from isogloss.job.files import check_shared, locked, size_and_checksum
+from isogloss.job.files import check_shared, locked, size_and_checksum, write_atomically
 from isogloss.job.rendezvous import TRAINING_TIMEOUT, set_timeout, values_of_ranks
 from isogloss.job.watch import end_together, end_with_launchers, signal_handlers_restored
 from isogloss.models.pretrained import load_config
@@ -528,6 +528,8 @@ def run(args, device, source=None):
             if is_first:
                 stack.enter_context(locked("--output", folder))
                 prepare_folder(folder, manifest, texts, args)
+        with launch.fail_together(what=f"shards of {folder}"):
+            check_left(folder, manifest)
         with launch.fail_together(what=f"teacher of {folder}"):
             if source is None:
                 source = load_teacher(spec)
@@ -542,7 +544,7 @@ def run(args, device, source=None):
             write_shards(args, folder, manifest, texts, source)
         with launch.fail_together(what=f"index of {folder}"):
             if is_first:
-                cache_files.complete(folder, manifest, existing.files if existing else {})
+                cache_files.complete(folder, manifest)
                 push(args)
 
 
@@ -566,26 +568,47 @@ def push(args):
 
 
 def is_whole(folder, manifest):
-    """Tell whether all files of a cache are there; shards of another size are deleted."""
-    for name, (size, _) in manifest.files.items():
-        path = folder / name
-        if not path.is_file():
-            return False
-        if path.stat().st_size != size:
-            path.unlink()
-            return False
-    return bool(manifest.files)
+    """Tell whether a cache is complete and all its files are there, in their sizes."""
+    if cache_files.INDEX not in manifest.files:
+        return False
+    return all(has_size(folder / name, size) for name, (size, _) in manifest.files.items())
+
+
+def has_size(path, size):
+    return path.is_file() and path.stat().st_size == size
 
 
 def prepare_folder(folder, manifest, texts, args):
-    """Write what a reader needs beside shards; remove what an ended command left half-written."""
+    """Write what a reader needs beside shards; remove what an ended command left half-written.
+
+    The manifest keeps the checksums of shards that are there, until the cache is complete.
+    """
     for path in folder.glob(".*.incomplete"):
         path.unlink()
+    existing = check_folder(folder, manifest)  # the one who held the lock may have changed it
+    for name in manifest.shard_names if existing else ():
+        size, checksum = existing.files.get(name, (None, None))
+        if size is not None and has_size(folder / name, size):
+            manifest.files[name] = [size, checksum]
+        elif size is not None:
+            (folder / name).unlink(missing_ok=True)
     manifest.write(folder)
-    (folder / "README.md").write_bytes(cache_files.card_of(manifest).encode(errors="replace"))
+    card = folder / cache_files.README
+    if not card.exists():
+        write_atomically(card, cache_files.card_of(manifest).encode(errors="replace").decode())
     teacher = folder / cache_files.TEACHER
     texts.encoder.tokenizer.save_pretrained(teacher)
     load_config("teacher", args.teacher_path, args.trust_remote_code).save_pretrained(teacher)
+
+
+def check_left(folder, manifest):
+    """Check the shards that are there, before a teacher is loaded; ranks divide them.
+
+    The first rank has prepared the folder, and its manifest counts on all of them.
+    """
+    left = [name for name in manifest.shard_names if (folder / name).exists()]
+    left, manifest.files = values_of_ranks([left, manifest.files])[0]
+    cache_files.check_shards(folder, manifest, left[dist.get_rank() :: dist.get_world_size()])
 
 
 def main(args):
