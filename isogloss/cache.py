@@ -10,6 +10,7 @@ into shards, whose content does not depend on the ranks; each appears whole, and
 ended goes on with those that are missing.  The format is in cache_files.py.
 """
 
+import copy
 import hashlib
 import itertools
 import shutil
@@ -35,6 +36,7 @@ from isogloss.config import template_kwargs
 from isogloss.data.batch import pad_id
 from isogloss.data.chat import teacher_ids
 from isogloss.data.checks import explained
+from isogloss.data.kinds.eval_data import blaming_eval_data
 from isogloss.data.mixture import sources_of
 from isogloss.data.open_data import holds_chats
 from isogloss.data.options.text_keys import key_of, keys_of
@@ -179,15 +181,24 @@ def survey(texts):
 
 
 def open_texts(args, encoder):
-    cfg = args.run_config()
+    """Return the Texts of a command: of each data set, then of what a run on it holds out.
+
+    Raises:
+        ValueError: they cannot be read, or a cache cannot hold what a run makes of them.
+    """
     encoders = {args.teacher_path: encoder}
     parts = []
-    for its in [source.cfg for source in sources_of(cfg)]:
-        parts.append(open_rows(its, its.data, its.split, encoders))
-        if its.eval_data:
-            parts.append(open_rows(its, its.eval_data, its.eval_split or "train", encoders))
-    if args.eval_data:
-        parts.append(open_rows(cfg, args.eval_data, args.eval_split, encoders))
+    seen = []
+    for cfg in [source.cfg for source in sources_of(args.run_config())]:
+        if cfg.join_rows:
+            raise ValueError(f"--data: join_rows {cfg.join_rows} of {without_secrets(cfg.data)}: a "
+                             "cache holds what is said of one row; leave it out")
+        parts.append(open_rows(cfg, cfg.data, cfg.split, encoders))
+        held_out = config_of_held_out(args, cfg)
+        if held_out and vars(held_out) not in seen:  # else of another data set, too
+            seen.append(vars(held_out))
+            with blaming_eval_data():
+                parts.append(open_rows(held_out, held_out.data, held_out.split, encoders))
     kinds = {holds_chats(dataset, reader.text_key) for dataset, reader in parts}
     if args.streaming:
         parts = [(StreamedRows(dataset), reader) for dataset, reader in parts]
@@ -195,6 +206,24 @@ def open_texts(args, encoder):
         raise ValueError(f"--data {args.data}: texts and chats do not go together; write a cache "
                          "of each")
     return Texts(parts, encoder, kinds.pop())
+
+
+def config_of_held_out(args, cfg):
+    """Return the Config of the rows that a run holds out by themselves; None: there are none.
+
+    Args:
+        cfg: Config of a run on one data set.
+    """
+    data = cfg.eval_data or args.eval_data
+    split = cfg.eval_split or args.eval_split
+    if not (data or split):
+        return None
+    held_out = copy.copy(cfg)
+    held_out.data = data or cfg.data
+    held_out.split = split or "train"
+    held_out.eval_data = held_out.eval_split = ""
+    held_out.eval_rows = 0  # the cache has all of them
+    return held_out
 
 
 # --- what is written ------------------------------------------------------------------------------

@@ -12,6 +12,10 @@ import pytest
 import jobs
 import ranks
 from isogloss import cache
+from isogloss.command import CacheArgs
+from isogloss.flags.parse import parse_flags
+from isogloss.inputs import load_text_encoder
+from isogloss.job.launch import start_distributed
 from isogloss.teachers import cache_files
 from isogloss.teachers.cache_files import MANIFEST
 from test_cached_teachers import bytes_of, write
@@ -147,3 +151,56 @@ def test_a_card_and_notes_are_the_users(lists_card, copy):
     manifest = cache_files.open_cache(folder)
     assert not {"README.md", "notes.txt"} & manifest.files.keys()
     assert (folder / "README.md").read_text() == "# Our cache\n"
+
+
+# --- which rows -----------------------------------------------------------------------------------
+
+
+def rows_of(argv_list):
+    """Return the texts that each command reads, or the line with which it ends."""
+    start_distributed()
+    found = []
+    for argv in argv_list:
+        args = parse_flags(CacheArgs, argv)
+        encoder, _ = load_text_encoder("teacher", args.teacher, 0)
+        try:
+            texts = cache.open_texts(args, encoder)
+            found.append([example.content for example in texts.all()])
+        except ValueError as error:
+            found.append(str(error))
+    return found
+
+
+def test_a_cache_has_the_rows_that_a_run_holds_out(models, tmp_path):
+    """Those of another split of its data too, and each set once."""
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+        for split in ("train", "test"):
+            (tmp_path / name / f"{split}.jsonl").write_text(json.dumps({"text": name + split}))
+    a, b = tmp_path / "a", tmp_path / "b"
+    lists = {"plain": [{"data": f"{a}"}, {"data": f"{b}"}],
+             "split": [{"data": f"{a}", "eval_split": "test"}, {"data": f"{b}"}],
+             "data": [{"data": f"{a}", "eval_data": f"{b}"}, {"data": f"{b}"}],
+             "join": [{"data": f"{a}", "join_rows": 9}]}
+    lists = {name: json.dumps(entries) for name, entries in lists.items()}
+    cases = [
+        ([a], ["atrain"]), ([a, "test"], ["atrain", "atest"]),
+        ([a, "", b], ["atrain", "btrain"]), ([a, "test", b], ["atrain", "btest"]),
+        ([lists["plain"], "test"], ["atrain", "atest", "btrain", "btest"]),
+        ([lists["plain"], "test", a], ["atrain", "atest", "btrain"]),
+        ([lists["split"]], ["atrain", "atest", "btrain"]),
+        ([lists["data"], "test"], ["atrain", "btest", "btrain"]),
+        ([a, "no"], "--eval_split no: "), ([a, "no", b], f"--eval_split no: {b} has no split"),
+        ([lists["join"]], "--data: join_rows 9 of "),
+    ]
+    argv_list = []
+    for words, _ in cases:
+        named = zip(("data", "eval_split", "eval_data"), words)
+        argv_list.append([f"--teacher={models[1]}", "--output=o",
+                          *[f"--{name}={word}" for name, word in named]])
+    [found] = ranks.run(1, rows_of, argv_list)
+    for (words, expected), rows in zip(cases, found, strict=True):
+        if isinstance(expected, str):
+            assert isinstance(rows, str) and expected in rows, rows
+        else:
+            assert rows == expected, words
