@@ -593,9 +593,11 @@ def open_cache(folder):
         path = os.path.join(folder, name)  # pathlib raises for names that are too long
         actual = os.path.getsize(path) if os.path.isfile(path) else None
         if actual != size:
-            what = "is missing" if actual is None else f"has {actual} bytes, expected {size}"
-            raise ValueError(f"--{FLAG} {folder}: {name} {what}; delete it and run the command "
-                             "that wrote the cache again")
+            what = "is missing;"
+            if actual is not None:
+                what = f"has {actual} bytes, expected {size}; delete it and"
+            raise ValueError(f"--{FLAG} {folder}: {name} {what} run the command that wrote the "
+                             "cache again")
     return manifest
 
 
