@@ -10,6 +10,7 @@ into shards, whose content does not depend on the ranks; each appears whole, and
 ended goes on with those that are missing.  The format is in cache_files.py.
 """
 
+import copy
 import hashlib
 import itertools
 import shutil
@@ -35,6 +36,7 @@ from isogloss.config import template_kwargs
 from isogloss.data.batch import pad_id
 from isogloss.data.chat import teacher_ids
 from isogloss.data.checks import explained
+from isogloss.data.kinds.eval_data import blaming_eval_data
 from isogloss.data.mixture import sources_of
 from isogloss.data.open_data import holds_chats
 from isogloss.data.options.text_keys import key_of, keys_of
@@ -42,7 +44,7 @@ from isogloss.errors import DataError, EngineError
 from isogloss.flags.model_names import is_address, read_model_name, without_secrets
 from isogloss.inputs import load_text_encoder, open_rows
 from isogloss.job import launch
-from isogloss.job.files import check_shared, locked, size_and_checksum
+from isogloss.job.files import check_shared, locked, size_and_checksum, write_atomically
 from isogloss.job.rendezvous import TRAINING_TIMEOUT, set_timeout, values_of_ranks
 from isogloss.job.watch import end_together, end_with_launchers, signal_handlers_restored
 from isogloss.models.pretrained import load_config
@@ -179,15 +181,24 @@ def survey(texts):
 
 
 def open_texts(args, encoder):
-    cfg = args.run_config()
+    """Return the Texts of a command: of each data set, then of what a run on it holds out.
+
+    Raises:
+        ValueError: they cannot be read, or a cache cannot hold what a run makes of them.
+    """
     encoders = {args.teacher_path: encoder}
     parts = []
-    for its in [source.cfg for source in sources_of(cfg)]:
-        parts.append(open_rows(its, its.data, its.split, encoders))
-        if its.eval_data:
-            parts.append(open_rows(its, its.eval_data, its.eval_split or "train", encoders))
-    if args.eval_data:
-        parts.append(open_rows(cfg, args.eval_data, args.eval_split, encoders))
+    seen = []
+    for cfg in [source.cfg for source in sources_of(args.run_config())]:
+        if cfg.join_rows:
+            raise ValueError(f"--data: join_rows {cfg.join_rows} of {without_secrets(cfg.data)}: a "
+                             "cache holds what is said of one row; leave it out")
+        parts.append(open_rows(cfg, cfg.data, cfg.split, encoders))
+        held_out = config_of_held_out(args, cfg)
+        if held_out and vars(held_out) not in seen:  # else of another data set, too
+            seen.append(vars(held_out))
+            with blaming_eval_data():
+                parts.append(open_rows(held_out, held_out.data, held_out.split, encoders))
     kinds = {holds_chats(dataset, reader.text_key) for dataset, reader in parts}
     if args.streaming:
         parts = [(StreamedRows(dataset), reader) for dataset, reader in parts]
@@ -195,6 +206,24 @@ def open_texts(args, encoder):
         raise ValueError(f"--data {args.data}: texts and chats do not go together; write a cache "
                          "of each")
     return Texts(parts, encoder, kinds.pop())
+
+
+def config_of_held_out(args, cfg):
+    """Return the Config of the rows that a run holds out by themselves; None: there are none.
+
+    Args:
+        cfg: Config of a run on one data set.
+    """
+    data = cfg.eval_data or args.eval_data
+    split = cfg.eval_split or args.eval_split
+    if not (data or split):
+        return None
+    held_out = copy.copy(cfg)
+    held_out.data = data or cfg.data
+    held_out.split = split or "train"
+    held_out.eval_data = held_out.eval_split = ""
+    held_out.eval_rows = 0  # the cache has all of them
+    return held_out
 
 
 # --- what is written ------------------------------------------------------------------------------
@@ -528,6 +557,8 @@ def run(args, device, source=None):
             if is_first:
                 stack.enter_context(locked("--output", folder))
                 prepare_folder(folder, manifest, texts, args)
+        with launch.fail_together(what=f"shards of {folder}"):
+            check_left(folder, manifest)
         with launch.fail_together(what=f"teacher of {folder}"):
             if source is None:
                 source = load_teacher(spec)
@@ -542,7 +573,7 @@ def run(args, device, source=None):
             write_shards(args, folder, manifest, texts, source)
         with launch.fail_together(what=f"index of {folder}"):
             if is_first:
-                cache_files.complete(folder, manifest, existing.files if existing else {})
+                cache_files.complete(folder, manifest)
                 push(args)
 
 
@@ -566,26 +597,47 @@ def push(args):
 
 
 def is_whole(folder, manifest):
-    """Tell whether all files of a cache are there; shards of another size are deleted."""
-    for name, (size, _) in manifest.files.items():
-        path = folder / name
-        if not path.is_file():
-            return False
-        if path.stat().st_size != size:
-            path.unlink()
-            return False
-    return bool(manifest.files)
+    """Tell whether a cache is complete and all its files are there, in their sizes."""
+    if cache_files.INDEX not in manifest.files:
+        return False
+    return all(has_size(folder / name, size) for name, (size, _) in manifest.files.items())
+
+
+def has_size(path, size):
+    return path.is_file() and path.stat().st_size == size
 
 
 def prepare_folder(folder, manifest, texts, args):
-    """Write what a reader needs beside shards; remove what an ended command left half-written."""
+    """Write what a reader needs beside shards; remove what an ended command left half-written.
+
+    The manifest keeps the checksums of shards that are there, until the cache is complete.
+    """
     for path in folder.glob(".*.incomplete"):
         path.unlink()
+    existing = check_folder(folder, manifest)  # the one who held the lock may have changed it
+    for name in manifest.shard_names if existing else ():
+        size, checksum = existing.files.get(name, (None, None))
+        if size is not None and has_size(folder / name, size):
+            manifest.files[name] = [size, checksum]
+        elif size is not None:
+            (folder / name).unlink(missing_ok=True)
     manifest.write(folder)
-    (folder / "README.md").write_bytes(cache_files.card_of(manifest).encode(errors="replace"))
+    card = folder / cache_files.README
+    if not card.exists():
+        write_atomically(card, cache_files.card_of(manifest).encode(errors="replace").decode())
     teacher = folder / cache_files.TEACHER
     texts.encoder.tokenizer.save_pretrained(teacher)
     load_config("teacher", args.teacher_path, args.trust_remote_code).save_pretrained(teacher)
+
+
+def check_left(folder, manifest):
+    """Check the shards that are there, before a teacher is loaded; ranks divide them.
+
+    The first rank has prepared the folder, and its manifest counts on all of them.
+    """
+    left = [name for name in manifest.shard_names if (folder / name).exists()]
+    left, manifest.files = values_of_ranks([left, manifest.files])[0]
+    cache_files.check_shards(folder, manifest, left[dist.get_rank() :: dist.get_world_size()])
 
 
 def main(args):

@@ -134,7 +134,7 @@ class CacheArgs:
     teacher_timeout: float = shared(Config, "teacher_timeout")
     eval_data: str = flag("", "further texts, such as held-out ones, named likewise. Empty: none.")
     split: str = flag("train", "split of data.")
-    eval_split: str = flag("train", "split of eval_data.")
+    eval_split: str = shared(Config, "eval_split")
     streaming: bool = flag(
         False, "read the data as a stream, once before the teacher is loaded, then for each rank.")
     text_key: str = shared(Config, "text_key")

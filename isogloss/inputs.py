@@ -440,15 +440,12 @@ def load_source(source, student, encoders):
         train, held_out = order.split_dataset(train, cfg.eval_rows, reader.text_key, cfg.data)
         return SourceData(source, train, joined(held_out, reader), reader, reader,
                           cfg.eval_rows)
-    try:
+    from isogloss.data.kinds.eval_data import blaming_eval_data, first_of_eval_data
+
+    with blaming_eval_data():
         rows, held_out_reader = open_rows(
             cfg, cfg.eval_data or cfg.data, cfg.eval_split or "train", encoders)
-    except DataError as error:
-        line = str(error).replace("--data ", "--eval_data ")
-        raise DataError(line.replace("--split ", "--eval_split ")) from None
     held_out_reader = replace(held_out_reader, route=source.route)
-    from isogloss.data.kinds.eval_data import first_of_eval_data
-
     held_out = first_of_eval_data(cfg, rows, held_out_reader)
     train, _ = order.split_dataset(train, 0, reader.text_key, cfg.data)
     return SourceData(source, train, joined(held_out, held_out_reader), reader,

@@ -348,7 +348,9 @@ DAMAGES = [
     ("20", SHARD, flip, f"{SHARD} is damaged"),
     ("hidden", "head.safetensors", flip, "head.safetensors is damaged"),
     ("20", SHARD, cut, "bytes, expected"),
-    ("20", SHARD, Path.unlink, f"{SHARD} is missing"),
+    ("20", SHARD, Path.unlink, f"{SHARD} is missing; run the command"),
+    ("20", "teacher", shutil.rmtree, "teacher/config.json is missing; run the command"),
+    ("20", "teacher/tokenizer.json", flip, "teacher/tokenizer.json is damaged"),
     ("20", MANIFEST, cut, "nothing is wrong"),  # its last line end
 ]
 # (what the manifest of a cache says, None: nothing of that; flags, what the job says)

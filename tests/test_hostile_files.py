@@ -69,7 +69,7 @@ def write_cache(folder, kind):
         top_k=0 if kind == "hidden" else TOP_K, logp_bits=8 if kind == "packed" else 16,
         temperature=1.0, data="d", data_digest=digest, holds_chats=False, num_texts=len(LENGTHS),
         texts_per_shard=2, bytes_per_position=9)
-    cache_files.complete(folder, manifest, {})
+    cache_files.complete(folder, manifest)
 
 
 @pytest.fixture(scope="module")

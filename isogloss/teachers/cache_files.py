@@ -2,15 +2,16 @@
 
 A cache is a folder:
 
-    manifest.json           what was asked of which teacher about which data; at the end, every file
+    manifest.json           what was asked of which teacher about which data, and checksums
     shard-00000.safetensors what it says of some texts, whole ones, in the order of the data
     index.safetensors       the texts of all shards, sorted by their keys
     head.safetensors        of hidden states, what makes logits of them
     teacher/                the teacher's tokenizer and config, which a run needs beside the cache
+    README.md               a card, which its owner may edit
 
 Reading runs no code: a file is JSON or safetensors.  Every file appears whole, by a rename; a cache
-whose manifest names no shards is one that is still being written.  `cache.py` writes it,
-`cached.py` reads it.  Tests: tests/test_cache_files.py.
+whose manifest names no index is one that is still being written, or repaired.  `cache.py` writes
+it, `cached.py` reads it.  Tests: tests/test_cache_files.py, tests/test_cache_repairs.py.
 
 Shapes: N positions of a shard, K kept tokens, L log2 of the vocabulary.
 """
@@ -54,6 +55,7 @@ MANIFEST = "manifest.json"
 INDEX = "index.safetensors"
 HEAD = "head.safetensors"
 TEACHER = "teacher"
+README = "README.md"
 OF_TEXTS = "keys", "starts", "tokens", "order", "packed", "packed_starts"
 SERVED = "served"  # dtype of a teacher of which a server answered
 LOGP_STEPS = 1024  # a log-probability in 16 bits is a multiple of 1 / 1024 nat, from -64 to 0
@@ -208,7 +210,8 @@ class Manifest:
         holds_chats: the texts are chats.
         num_texts, texts_per_shard: rows of the data; those that a shard covers.
         date: that its chat template was told; "": of an earlier version, the day of writing.
-        files: {name: [bytes, CRC-32]} of every other file; empty: the cache is not complete.
+        files: {name: [bytes, CRC-32]} of every file that a run reads; of a cache that is repaired,
+            those of the shards that it keeps.
         format: version of this layout.
     """
 
@@ -239,6 +242,10 @@ class Manifest:
     def num_shards(self):
         return -(-self.num_texts // self.texts_per_shard)
 
+    @property
+    def shard_names(self):
+        return list(map(shard_name, range(self.num_shards)))
+
     def write(self, folder):
         write_atomically(folder / MANIFEST, json.dumps(asdict(self), indent=1) + "\n")
 
@@ -254,6 +261,7 @@ class Manifest:
             plain = dict(json.loads(read_bounded(path)))
             plain = {"date": ""} | plain  # which earlier versions did not write
             check_manifest(plain, cls)
+            plain["files"].pop(README, None)  # which earlier versions listed
             if plain["format"] not in (FORMAT, PACKED):
                 raise ValueError(f"format {plain['format']}")
         except OSError:
@@ -391,22 +399,64 @@ def write_tensors(path, tensors):
                         "repaired the same command goes on") from None
 
 
-def complete(folder, manifest, before):
+@contextmanager
+def naming_shard(folder, name):
+    """Turn what is wrong with a shard, in a block that reads it, into a line that names it."""
+    try:
+        yield
+    except (OSError, SafetensorError, ValueError) as error:
+        raise ValueError(f"--output {folder}: {name} cannot be read, or is no file of a cache "
+                         f"({reason_of(error)}); delete it and run the same command again"
+                         ) from None
+
+
+def texts_of_shard(folder, name):
+    """Return (keys, starts) of a shard.
+
+    Raises:
+        ValueError: see `naming_shard`.
+    """
+    with naming_shard(folder, name), safe_open(folder / name, "pt") as file:
+        return file.get_tensor("keys"), file.get_tensor("starts")
+
+
+def check_shards(folder, manifest, names):
+    """Check shards of an earlier command; without a checksum, whether their texts can be read.
+
+    Raises:
+        ValueError: one is not what was written.
+    """
+    for name in names:
+        if name in manifest.files:
+            with naming_shard(folder, name):
+                actual = size_and_checksum(folder / name)
+            check_kept(folder, name, actual, manifest.files[name])
+        texts_of_shard(folder, name)
+
+
+def check_kept(folder, name, actual, expected):
+    """Raise a ValueError where the [bytes, CRC-32] of a shard are not those of before."""
+    if actual != expected:
+        raise ValueError(f"--output {folder}: {name} is not what was written before; delete it and "
+                         "run the same command again")
+
+
+def complete(folder, manifest):
     """Write the index of all shards, and a manifest that names every file.
 
     Args:
-        before: `Manifest.files` of an earlier manifest, whose files are the same again.
+        manifest: its files are the shards that a repair keeps, which have to be the same again.
     Raises:
-        ValueError: a file is not what it was, or the texts are not those of the manifest.
+        ValueError: a shard is not what it was, or the texts are not those of the manifest.
     """
     keys = []
     shards = []
     starts = []
     sizes = []
-    for number in range(manifest.num_shards):
-        with safe_open(folder / shard_name(number), "pt") as file:
-            of_shard = file.get_tensor("keys")
-            start = file.get_tensor("starts")
+    for number, name in enumerate(manifest.shard_names):
+        of_shard, start = texts_of_shard(folder, name)
+        with naming_shard(folder, name):
+            check_file(folder, manifest, name)
         keys.append(of_shard)
         shards.append(torch.full((len(of_shard),), number, dtype=torch.int32))
         starts.append(start[:-1])
@@ -422,16 +472,22 @@ def complete(folder, manifest, before):
         "keys": torch.from_numpy(keys)[order], "shard": torch.cat(shards)[order],
         "start": torch.cat(starts)[order], "size": torch.cat(sizes)[order],
         "text": text_number[order].int()})
-    manifest.files = {}
-    for path in sorted(folder.rglob("*")):
-        name = path.relative_to(folder).as_posix()
-        if path.is_file() and name != MANIFEST and not path.name.startswith("."):
-            manifest.files[name] = size_and_checksum(path)
-    for name, expected in before.items():
-        if manifest.files.get(name) != expected:
-            raise ValueError(f"--output {folder}: {name} is not what was written before; delete "
-                             "it and run the same command again")
+    kept = manifest.files
+    manifest.files = {name: size_and_checksum(folder / name) for name in _files(folder, manifest)}
+    for name, expected in kept.items():
+        check_kept(folder, name, manifest.files[name], expected)
     manifest.write(folder)
+
+
+def _files(folder, manifest):
+    """List the files that a run reads; others, such as the card, are its owner's."""
+    names = [INDEX, *manifest.shard_names]
+    if manifest.output == "hidden":
+        names.append(HEAD)
+    for path in (folder / TEACHER).rglob("*"):
+        if path.is_file() and not path.name.startswith("."):
+            names.append(path.relative_to(folder).as_posix())
+    return sorted(names)
 
 
 # --- reading --------------------------------------------------------------------------------------
@@ -537,9 +593,11 @@ def open_cache(folder):
         path = os.path.join(folder, name)  # pathlib raises for names that are too long
         actual = os.path.getsize(path) if os.path.isfile(path) else None
         if actual != size:
-            what = "is missing" if actual is None else f"has {actual} bytes, expected {size}"
-            raise ValueError(f"--{FLAG} {folder}: {name} {what}; delete it and run the command "
-                             "that wrote the cache again")
+            what = "is missing;"
+            if actual is not None:
+                what = f"has {actual} bytes, expected {size}; delete it and"
+            raise ValueError(f"--{FLAG} {folder}: {name} {what} run the command that wrote the "
+                             "cache again")
     return manifest
 
 

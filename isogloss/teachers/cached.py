@@ -172,7 +172,10 @@ class CacheSpec(TeacherSpec):
             ValueError: the cache is damaged, or does not fit.
         """
         folder = local_cache(cfg.teacher_cache)
-        Manifest.read(FLAG, folder)  # before its tokenizer is looked for there
+        manifest = open_cache(folder)
+        # before its tokenizer is read there
+        check_contents(folder, manifest, [name for name in manifest.files
+                                          if name.startswith(f"{TEACHER}/")])
         encoder, _ = load()
         manifest = check_cache(folder, encoder, cfg.teacher_max_length)
         if manifest.output == "topk":

@@ -3,8 +3,21 @@
 Tests: tests/test_data.py.
 """
 
+from contextlib import contextmanager
+
 from isogloss.data.checks import has_text
 from isogloss.data.open_data import first_rows
+from isogloss.errors import DataError
+
+
+@contextmanager
+def blaming_eval_data():
+    """Turn what is wrong with data, in a block that opens held-out ones, into a line of theirs."""
+    try:
+        yield
+    except DataError as error:
+        line = str(error).replace("--data ", "--eval_data ")
+        raise DataError(line.replace("--split ", "--eval_split ")) from None
 
 
 def first_of_eval_data(cfg, rows, reader):
