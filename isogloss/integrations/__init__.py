@@ -43,6 +43,7 @@ from isogloss.evaluation.evaluate import (
 )
 from isogloss.flags.model_names import read_model_name
 from isogloss.inputs import with_common_ids
+from isogloss.integrations.held_out import FilledRows, collate_filled, filled
 from isogloss.integrations.whole_teacher import check_whole, load_whole
 from isogloss.job.columns import to_device
 from isogloss.losses import next_token_cross_entropy
@@ -337,7 +338,7 @@ class Distilling:
             raise ValueError("processing_class: is missing; give the student's tokenizer")
         tokenizer = getattr(self.processing_class, "tokenizer", self.processing_class)
         self.distillation = Distillation(tokenizer, teacher, teacher_tokenizer, **its_flags)
-        self.data_collator = self.distillation.collate
+        self.data_collator = partial(collate_filled, self.distillation.collate)
         self.distillation.teach_ends(self.model)
         self.router_weight = weight_of_routers(getattr(self.model, "config", None))
         self.held_out = None
@@ -391,9 +392,22 @@ class Distilling:
             arguments |= {"output_router_logits": True, "attention_mask": is_text.long()}
         return model(**arguments)
 
+    # A drop_last asks for whole batches alone; each rank reads all of a stream.
+    def _get_dataloader(self, dataset, *arguments, is_training=False, **options):
+        if not is_training and self.args.world_size > 1 and not self.args.dataloader_drop_last:
+            dataset = filled(dataset, self.args.world_size * self.args.eval_batch_size)
+        return super()._get_dataloader(dataset, *arguments, is_training=is_training, **options)
+
+    def _get_eval_sampler(self, eval_dataset):
+        # in order: `Filling` has no length to sort by
+        return (None if isinstance(eval_dataset, FilledRows)
+                else super()._get_eval_sampler(eval_dataset))
+
     def prediction_step(self, model, inputs, prediction_loss_only, ignore_keys=None):
         with torch.no_grad():
             sums = self.distillation.measure(self.read(model, inputs).logits, inputs)
+        if "is_filling" in inputs:
+            sums = torch.zeros_like(sums)
         self.held_out = sums if self.held_out is None else self.held_out + sums
         return self.loss_of(self.distillation.measured(sums)), None, None
 
@@ -405,11 +419,10 @@ class Distilling:
             loss += weight * metrics.get(name, math.nan) if weight else 0.0
         return torch.tensor(loss, device=self.args.device)
 
-    # a row that accelerate repeats to fill up the last batch of all ranks counts twice
-    def evaluation_loop(self, *arguments, metric_key_prefix="eval", **options):
+    def evaluation_loop(self, dataloader, *arguments, metric_key_prefix="eval", **options):
         self.held_out = None
         output = super().evaluation_loop(
-            *arguments, metric_key_prefix=metric_key_prefix, **options)
+            dataloader, *arguments, metric_key_prefix=metric_key_prefix, **options)
         if self.held_out is None:
             raise ValueError(f"{metric_key_prefix}: its data set has no rows; give it some, or "
                              "leave it out; a stream may have ended before")
@@ -427,6 +440,9 @@ class Distilling:
             for worse in worse_teachers(bits, self.distillation.teacher_name):
                 warnings.warn(worse, stacklevel=2)
         self.has_compared = True
+        rows = getattr(dataloader, "dataset", None)
+        if isinstance(rows, FilledRows):
+            output = output._replace(num_samples=len(rows.rows))
         return output
 
     def log(self, logs, *arguments, **options):

@@ -1,0 +1,71 @@
+"""integrations: what trainers evaluate, shuffle, count and log, beside the loss of a step."""
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+import ranks
+from isogloss.integrations import Distillation, count_terms, distilled
+from test_integrations import trainer_of
+
+KD_WEIGHT = 0.7
+
+
+def trainer_with(models, name, folder, rows, its_rows=None, flags=(), **settings):
+    """Return a trainer of rows, whose order it does not change; its_rows are held out."""
+    trainer_class, args = trainer_of(name, folder, train_sampling_strategy="sequential", **settings)
+    return distilled(trainer_class, models[1], kd_weight=KD_WEIGHT, max_length=60, **dict(flags))(
+        AutoModelForCausalLM.from_pretrained(models[0]), args=args, train_dataset=rows,
+        eval_dataset=its_rows, processing_class=AutoTokenizer.from_pretrained(models[0]))
+
+
+def mean_losses(models, rows):
+    """Return the means of cross-entropy and distillation loss over all terms of rows."""
+    model = AutoModelForCausalLM.from_pretrained(models[0])
+    distillation = Distillation(
+        AutoTokenizer.from_pretrained(models[0]), models[1], kd_weight=KD_WEIGHT, max_length=60)
+    batch = distillation.collate(rows)
+    with torch.no_grad():
+        _, sums = distillation.loss(model(**distillation.inputs(batch)).logits, batch)
+    return [float(total) / max(count, 1) for total, count in zip(sums, count_terms(batch))]
+
+
+def unequal(texts, number):
+    return [{"text": text[: 20 + 12 * place]} for place, text in enumerate(texts[:number])]
+
+
+# --- held-out rows --------------------------------------------------------------------------------
+
+
+def evaluate_on_a_rank(name, models, rows, folder):
+    """Return [(number of rows, metrics)] on one of two ranks, of rows in memory and of streams."""
+    from datasets import Dataset
+
+    torch.distributed.init_process_group("gloo")
+    found = []
+    trainer = trainer_with(models, name, folder, Dataset.from_list(rows),
+                           per_device_eval_batch_size=3)
+    data, one = Dataset.from_list(rows), Dataset.from_list(rows[:1])
+    for its_rows in (rows, data.to_iterable_dataset(num_shards=3)):
+        found.append((len(rows), trainer.evaluate(its_rows)))
+    for its_rows in (one, one.to_iterable_dataset()):
+        found.append((1, trainer.evaluate(its_rows)))
+    output = trainer.evaluation_loop(trainer.get_eval_dataloader(data), "held-out rows")
+    assert output.num_samples == len(rows)  # of which speeds are made
+    return found
+
+
+@pytest.mark.parametrize("name", ["Trainer", "SFTTrainer"])
+def test_held_out_numbers_do_not_depend_on_the_ranks(chat_models, texts, tmp_path, name):
+    """Ten rows by threes, also as a stream and in shards of unequal size; one row is on one rank.
+    """
+    if name == "SFTTrainer":
+        pytest.importorskip("trl")
+    rows = unequal(texts, 10)
+    expected = {number: mean_losses(chat_models, rows[:number]) for number in (10, 1)}
+    for found in ranks.run(2, evaluate_on_a_rank, name, chat_models, rows, tmp_path):
+        assert len(found) == 4
+        for number, metrics in found:
+            ce, kd = expected[number]
+            assert [metrics[f"eval_{key}"] for key in ("ce", "kd", "loss")] == pytest.approx(
+                [ce, kd, ce + KD_WEIGHT * kd], rel=1e-5), number
