@@ -69,3 +69,21 @@ def test_held_out_numbers_do_not_depend_on_the_ranks(chat_models, texts, tmp_pat
             ce, kd = expected[number]
             assert [metrics[f"eval_{key}"] for key in ("ce", "kd", "loss")] == pytest.approx(
                 [ce, kd, ce + KD_WEIGHT * kd], rel=1e-5), number
+
+
+# --- the order of rows ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("is_stream", [False, True])
+def test_trls_shuffle_has_its_order(chat_models, texts, tmp_path, is_stream):
+    from datasets import Dataset
+
+    pytest.importorskip("trl")
+    data = Dataset.from_list([{"text": text[:20]} for text in texts[:8]])
+    data = data.to_iterable_dataset() if is_stream else data
+    for shuffles in (False, True):
+        trainer = trainer_with(chat_models, "SFTTrainer", tmp_path, data, seed=5,
+                               shuffle_dataset=shuffles)
+        expected = data.shuffle(seed=5) if shuffles else data
+        assert list(trainer.train_dataset) == list(expected)
+        assert (list(expected) == list(data)) != shuffles

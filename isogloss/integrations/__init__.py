@@ -63,6 +63,7 @@ COLUMNS = {("messages",): {"text_key": "messages"},
            ("text",): {"text_key": "text"}}
 # {setting or argument of a trainer that has no part here: why, or what to do instead}
 REFUSED = {"packing": "each row is one text for both models",
+           "eval_packing": "each row is one text for both models",
            "padding_free": "rows are padded here",
            "label_smoothing_factor": "the cross-entropy is that of the text",
            "loss_type": "the cross-entropy is that of the text",
@@ -327,6 +328,8 @@ class Distilling:
         its_flags = dict(flags)
         options["data_collator"] = lambda rows: rows  # that of a caller knows token ids alone
         super().__init__(*arguments, **options)
+        if getattr(self.args, "shuffle_dataset", False):  # TRL does it as it prepares texts
+            self.train_dataset = self.train_dataset.shuffle(seed=self.args.seed)
         context = context_of(getattr(self.model, "config", None))
         if hasattr(self.args, "max_length"):  # None of TRL: nothing is cut that the student reads
             its_flags.setdefault("max_length", self.args.max_length or context)
