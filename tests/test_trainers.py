@@ -87,3 +87,45 @@ def test_trls_shuffle_has_its_order(chat_models, texts, tmp_path, is_stream):
         expected = data.shuffle(seed=5) if shuffles else data
         assert list(trainer.train_dataset) == list(expected)
         assert (list(expected) == list(data)) != shuffles
+
+
+# --- the log --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("is_stream", [False, True])
+def test_a_line_of_several_steps_has_the_means_of_each(chat_models, texts, tmp_path, is_stream):
+    """Of steps with unequal terms, one without any; also where an earlier training ended between.
+    """
+    from datasets import Dataset
+
+    rows = [*unequal(texts, 6), *[{"text": ""}] * 3, *unequal(texts[6:], 6)]
+    data = Dataset.from_list(rows)
+    trainer = trainer_with(
+        chat_models, "Trainer", tmp_path, data.to_iterable_dataset() if is_stream else data,
+        per_device_train_batch_size=1, gradient_accumulation_steps=3, max_steps=5, logging_steps=3)
+    steps = [mean_losses(chat_models, rows[first : first + 3]) for first in range(0, 15, 3)]
+    assert steps[2] == [0, 0]
+    for _ in range(2):
+        with pytest.warns(UserWarning, match="a step has 0 tokens to learn and 0 terms"):
+            trainer.train()
+        [line] = [line for line in trainer.state.log_history if "loss" in line]
+        ce, kd = [sum(step) / 3 for step in zip(*steps[:3])]
+        assert [line["ce"], line["kd"]] == pytest.approx([ce, kd], rel=1e-5)
+        assert line["loss"] == pytest.approx(ce + KD_WEIGHT * kd, rel=1e-5)
+
+
+def log_on_a_rank(models, rows, folder):
+    torch.distributed.init_process_group("gloo")
+    trainer = trainer_with(models, "Trainer", folder, rows, per_device_train_batch_size=1,
+                           gradient_accumulation_steps=2, max_steps=3, logging_steps=3)
+    trainer.train()
+    return trainer.state.log_history[0]
+
+
+def test_a_line_of_several_ranks_has_them_too(chat_models, texts, tmp_path):
+    rows = unequal(texts, 12)
+    steps = [mean_losses(chat_models, rows[first : first + 4]) for first in range(0, 12, 4)]
+    ce, kd = [sum(step) / 3 for step in zip(*steps)]
+    for line in ranks.run(2, log_on_a_rank, chat_models, rows, tmp_path):
+        assert [line["ce"], line["kd"], line["loss"]] == pytest.approx(
+            [ce, kd, ce + KD_WEIGHT * kd], rel=1e-5)

@@ -348,9 +348,9 @@ class Distilling:
         self.has_compared = False
         self.loss_is_scaled_for_ga = True  # by the terms of all micro-batches
         self.terms = None
-        # sums since the last log, which stay on the device, and terms
+        # this rank's shares of the steps' means since the last log, summed on the device
         self.seen = torch.zeros(2, dtype=torch.float64, device=self.args.device)
-        self.seen_terms = [0, 0]
+        self.seen_steps = 0
 
     def _prepare_dataset(self, dataset, *arguments, **options):
         return dataset  # TRL would leave token ids in the place of rows
@@ -361,6 +361,14 @@ class Distilling:
             self.distillation.teach_ends(model)
         return model
 
+    def train(self, *arguments, **options):
+        self.start_log()
+        return super().train(*arguments, **options)
+
+    def start_log(self):
+        self.seen.zero_()
+        self.seen_steps = 0
+
     # as a whole: unsloth has another one in the Trainer, which counts labels itself
     def get_batch_samples(self, epoch_iterator, num_batches, device):
         batch_samples = list(islice(epoch_iterator, num_batches))
@@ -368,6 +376,7 @@ class Distilling:
         if self.args.world_size > 1:
             terms = torch.tensor([self.terms], dtype=torch.float64, device=device)
             self.terms = self.accelerator.gather(terms).sum(0).tolist()
+        self.seen_steps += bool(batch_samples)
         if batch_samples and not min(self.terms):
             warnings.warn("a step has {:.0f} tokens to learn and {:.0f} terms of the "
                           "distillation loss".format(*self.terms), stacklevel=2)
@@ -380,9 +389,8 @@ class Distilling:
             outputs.logits, inputs, self.terms if trains else None,
             self.accelerator.num_processes if trains else 1.0)
         if trains:
-            self.seen += sums.double()
-            self.seen_terms = [seen + count for seen, count in
-                               zip(self.seen_terms, count_terms(inputs))]
+            for number, count in enumerate(self.terms):
+                self.seen[number] += sums[number] / max(count, 1)
             if self.router_weight:  # a mean of a micro-batch, as its model has it
                 steps = self.current_gradient_accumulation_steps
                 loss = loss + self.router_weight * outputs.aux_loss / steps
@@ -450,15 +458,11 @@ class Distilling:
 
     def log(self, logs, *arguments, **options):
         if "loss" in logs:  # on all ranks
-            seen = torch.cat([self.seen, self.seen.new_tensor(self.seen_terms)])
-            ce, kd, num_ce, num_kd = self.accelerator.gather(seen[None]).sum(0).tolist()
-            cfg = self.distillation.cfg
-            if cfg.ce_weight:  # else it is not computed
-                logs["ce"] = ce / max(num_ce, 1)
-            if cfg.kd_weight:
-                logs["kd"] = kd / max(num_kd, 1)
-            self.seen.zero_()
-            self.seen_terms = [0, 0]
+            seen = self.accelerator.gather(self.seen[None]).sum(0) / max(self.seen_steps, 1)
+            for name, mean in zip(("ce", "kd"), seen.tolist()):
+                if getattr(self.distillation.cfg, f"{name}_weight"):  # else it is not computed
+                    logs[name] = mean
+            self.start_log()
         super().log(logs, *arguments, **options)
 
 
@@ -466,8 +470,9 @@ def distilled(trainer_class, teacher, teacher_tokenizer=None, **flags):
     """Return a subclass of the Trainer of transformers, or of TRL's SFTTrainer, with a teacher.
 
     Its loss is ce_weight * cross-entropy + kd_weight * distillation loss, each a mean over all
-    micro-batches of a step and all ranks.  Those that have a weight are logged as `ce` and `kd`, of
-    an evaluation both as `eval_ce` and `eval_kd`, with bits per byte of both models.  What a
+    micro-batches of a step and all ranks.  Those that have a weight are logged as `ce` and `kd`,
+    like `loss` as the means of the steps since the last line; of an evaluation both as `eval_ce`
+    and `eval_kd`, with bits per byte of both models, over each held-out row once.  What a
     mixture asks for its routers is added.  It is made as its base class is, with `args`; what that
     does to prepare texts is left to `Distillation.collate`.
 
