@@ -1,5 +1,7 @@
 """integrations: what trainers evaluate, shuffle, count and log, beside the loss of a step."""
 
+from pathlib import Path
+
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -129,3 +131,18 @@ def test_a_line_of_several_ranks_has_them_too(chat_models, texts, tmp_path):
     for line in ranks.run(2, log_on_a_rank, chat_models, rows, tmp_path):
         assert [line["ce"], line["kd"], line["loss"]] == pytest.approx(
             [ce, kd, ce + KD_WEIGHT * kd], rel=1e-5)
+
+
+# --- names ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", [str, Path])
+def test_teacher_and_tokenizer_are_named_by_texts_or_paths(chat_models, texts, kind):
+    student = AutoTokenizer.from_pretrained(chat_models[0])
+    name = kind(chat_models[1])
+    expected = Distillation(student, chat_models[1])
+    rows = unequal(texts, 3)
+    for named in ((name,), (name, name), (expected.model, name)):
+        distillation = Distillation(student, *named)
+        assert distillation.encoder.table.tokens == expected.encoder.table.tokens
+        assert count_terms(distillation.collate(rows)) == count_terms(expected.collate(rows))

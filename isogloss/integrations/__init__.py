@@ -15,6 +15,7 @@ Tests: tests/test_integrations.py.
 """
 
 import math
+import os
 import warnings
 from dataclasses import replace
 from functools import partial
@@ -73,6 +74,7 @@ REFUSED = {"packing": "each row is one text for both models",
            "formatting_func": "each model has its own template; map the data set before",
            "compute_metrics": "an evaluation has its loss alone; use `Distillation` in a loop",
            "preprocess_logits_for_metrics": "an evaluation has its loss alone"}
+NAME = str, os.PathLike  # types of a hub id or a directory
 ASKS_NOTHING = (None, False, 0, "nll", "keep_start", "text")  # values of these that are no wish
 
 
@@ -82,7 +84,7 @@ class Distillation:
     Args:
         student_tokenizer: a fast tokenizer of transformers.
         teacher: hub id, directory, or a causal language model of transformers, which is frozen.
-        teacher_tokenizer: None: the one of a teacher that is named.
+        teacher_tokenizer: likewise, or a fast tokenizer; None: the one of a teacher that is named.
         flags: those of distill.py that describe the loss and the texts, see `FLAGS`.
     Raises:
         ValueError: a flag that does not exist or is wrong, a teacher without a tokenizer, or with
@@ -91,14 +93,16 @@ class Distillation:
 
     def __init__(self, student_tokenizer, teacher, teacher_tokenizer=None, **flags):
         self.cfg = config_of(flags)
-        if teacher_tokenizer is None and not isinstance(teacher, str):
-            raise ValueError("teacher_tokenizer: is missing, and a model does not know its own; "
-                             "give it, or the name of the teacher")
         if teacher_tokenizer is None:
-            teacher_tokenizer = tokenizer_files.load(
-                *read_model_name("teacher", teacher).of_tokenizer)
-        if isinstance(teacher, str):
-            teacher = load_whole(teacher)
+            teacher_tokenizer = teacher
+            if not isinstance(teacher, NAME):
+                raise ValueError("teacher_tokenizer: is missing, and a model does not know its "
+                                 "own; give it, or the name of the teacher")
+        if isinstance(teacher_tokenizer, NAME):
+            name = read_model_name("teacher_tokenizer", os.fspath(teacher_tokenizer))
+            teacher_tokenizer = tokenizer_files.load(*name.of_tokenizer)
+        if isinstance(teacher, NAME):
+            teacher = load_whole(os.fspath(teacher))
         check_whole(teacher)
         if hasattr(teacher, "get_base_model"):  # of peft: the adapter's layers are in there
             teacher = teacher.get_base_model()
