@@ -133,6 +133,23 @@ def test_a_line_of_several_ranks_has_them_too(chat_models, texts, tmp_path):
             [ce, kd, ce + KD_WEIGHT * kd], rel=1e-5)
 
 
+@pytest.mark.parametrize("counts", ["all", "non_padding"])
+def test_a_trainer_counts_the_students_tokens(chat_models, texts, tmp_path, counts):
+    rows = unequal(texts, 8)
+    trainer = trainer_with(chat_models, "Trainer", tmp_path, rows,
+                           include_num_input_tokens_seen=counts)
+    trainer.train()
+    collate = trainer.distillation.collate
+    num_read = sum(count_terms(collate([row]))[0] for row in rows)  # each predicts a label of it
+    num_positions = sum(collate(rows[first : first + 2])["labels"].numel()
+                        for first in range(0, 8, 2))
+    assert num_positions > num_read
+    line = trainer.state.log_history[0]
+    assert line["num_input_tokens_seen"] == {"all": num_positions, "non_padding": num_read}[counts]
+    parameters = trainer.model.num_parameters(exclude_embeddings=True)
+    assert trainer.state.total_flos == 6 * num_positions * parameters
+
+
 # --- names ----------------------------------------------------------------------------------------
 
 

@@ -400,6 +400,18 @@ class Distilling:
                 loss = loss + self.router_weight * outputs.aux_loss / steps
         return (loss, outputs) if return_outputs else loss
 
+    def _track_num_input_tokens(self, inputs):
+        super()._track_num_input_tokens(self.student_inputs(inputs))
+
+    def floating_point_ops(self, inputs):
+        return super().floating_point_ops(self.student_inputs(inputs))
+
+    def student_inputs(self, batch):
+        """Return what the student reads of a batch, on the CPU, by the names of a trainer."""
+        student = batch["batch"].student
+        name = getattr(self.model, "main_input_name", "input_ids")
+        return {name: student.ids, "attention_mask": student.is_text}
+
     def read(self, model, batch):
         arguments = self.distillation.inputs(batch, self.args.device)
         if self.router_weight:  # padding chooses no expert
