@@ -11,7 +11,7 @@ A row is a text, messages with or without tools, or a prompt and its completion,
 have them; each model reads it by its own template.  `Distillation` is what such a trainer is made
 of: rows to batches, logits to a loss.  See docs/trainers.md.
 
-Tests: tests/test_integrations.py.
+Tests: tests/test_integrations.py, tests/test_trainers.py.
 """
 
 import math

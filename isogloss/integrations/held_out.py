@@ -4,7 +4,7 @@ Accelerate would repeat rows at the end of a data set until each rank has a whol
 trainers' own metrics drop these repeats, of a stream they do not know them.  Here `Filling` stands
 in their places, which no batch holds.
 
-Tests: tests/test_integrations.py.
+Tests: tests/test_trainers.py.
 """
 
 from torch.utils.data import Dataset, IterableDataset
