@@ -395,9 +395,9 @@ def test_wrong_arguments_are_refused(chat_models):
     with pytest.raises(ValueError, match=r"its token .* has the id 300, beyond 300"):
         Distillation(tokenizer, narrow, AutoTokenizer.from_pretrained(chat_models[1]))
     made = distilled(SFT, chat_models[1])
-    for name, value in [("packing", True), ("label_smoothing_factor", 0.1), ("loss_type", "dft"),
-                        ("completion_only_loss", False), ("truncation_mode", "keep_end"),
-                        ("dataset_text_field", "story")]:
+    for name, value in [("packing", True), ("eval_packing", True), ("label_smoothing_factor", 0.1),
+                        ("loss_type", "dft"), ("completion_only_loss", False),
+                        ("truncation_mode", "keep_end"), ("dataset_text_field", "story")]:
         with pytest.raises(ValueError, match=f"{name}={value}|{name}='{value}'"):
             made("m", args=types.SimpleNamespace(**{name: value}))
     for name in ("compute_metrics", "compute_loss_func", "formatting_func"):

@@ -11,10 +11,11 @@ A row is a text, messages with or without tools, or a prompt and its completion,
 have them; each model reads it by its own template.  `Distillation` is what such a trainer is made
 of: rows to batches, logits to a loss.  See docs/trainers.md.
 
-Tests: tests/test_integrations.py.
+Tests: tests/test_integrations.py, tests/test_trainers.py.
 """
 
 import math
+import os
 import warnings
 from dataclasses import replace
 from functools import partial
@@ -43,6 +44,7 @@ from isogloss.evaluation.evaluate import (
 )
 from isogloss.flags.model_names import read_model_name
 from isogloss.inputs import with_common_ids
+from isogloss.integrations.held_out import FilledRows, collate_filled, filled
 from isogloss.integrations.whole_teacher import check_whole, load_whole
 from isogloss.job.columns import to_device
 from isogloss.losses import next_token_cross_entropy
@@ -62,6 +64,7 @@ COLUMNS = {("messages",): {"text_key": "messages"},
            ("text",): {"text_key": "text"}}
 # {setting or argument of a trainer that has no part here: why, or what to do instead}
 REFUSED = {"packing": "each row is one text for both models",
+           "eval_packing": "each row is one text for both models",
            "padding_free": "rows are padded here",
            "label_smoothing_factor": "the cross-entropy is that of the text",
            "loss_type": "the cross-entropy is that of the text",
@@ -71,6 +74,7 @@ REFUSED = {"packing": "each row is one text for both models",
            "formatting_func": "each model has its own template; map the data set before",
            "compute_metrics": "an evaluation has its loss alone; use `Distillation` in a loop",
            "preprocess_logits_for_metrics": "an evaluation has its loss alone"}
+NAME = str, os.PathLike  # types of a hub id or a directory
 ASKS_NOTHING = (None, False, 0, "nll", "keep_start", "text")  # values of these that are no wish
 
 
@@ -80,7 +84,7 @@ class Distillation:
     Args:
         student_tokenizer: a fast tokenizer of transformers.
         teacher: hub id, directory, or a causal language model of transformers, which is frozen.
-        teacher_tokenizer: None: the one of a teacher that is named.
+        teacher_tokenizer: likewise, or a fast tokenizer; None: the one of a teacher that is named.
         flags: those of distill.py that describe the loss and the texts, see `FLAGS`.
     Raises:
         ValueError: a flag that does not exist or is wrong, a teacher without a tokenizer, or with
@@ -89,14 +93,16 @@ class Distillation:
 
     def __init__(self, student_tokenizer, teacher, teacher_tokenizer=None, **flags):
         self.cfg = config_of(flags)
-        if teacher_tokenizer is None and not isinstance(teacher, str):
-            raise ValueError("teacher_tokenizer: is missing, and a model does not know its own; "
-                             "give it, or the name of the teacher")
         if teacher_tokenizer is None:
-            teacher_tokenizer = tokenizer_files.load(
-                *read_model_name("teacher", teacher).of_tokenizer)
-        if isinstance(teacher, str):
-            teacher = load_whole(teacher)
+            teacher_tokenizer = teacher
+            if not isinstance(teacher, NAME):
+                raise ValueError("teacher_tokenizer: is missing, and a model does not know its "
+                                 "own; give it, or the name of the teacher")
+        if isinstance(teacher_tokenizer, NAME):
+            name = read_model_name("teacher_tokenizer", os.fspath(teacher_tokenizer))
+            teacher_tokenizer = tokenizer_files.load(*name.of_tokenizer)
+        if isinstance(teacher, NAME):
+            teacher = load_whole(os.fspath(teacher))
         check_whole(teacher)
         if hasattr(teacher, "get_base_model"):  # of peft: the adapter's layers are in there
             teacher = teacher.get_base_model()
@@ -326,6 +332,8 @@ class Distilling:
         its_flags = dict(flags)
         options["data_collator"] = lambda rows: rows  # that of a caller knows token ids alone
         super().__init__(*arguments, **options)
+        if getattr(self.args, "shuffle_dataset", False):  # TRL does it as it prepares texts
+            self.train_dataset = self.train_dataset.shuffle(seed=self.args.seed)
         context = context_of(getattr(self.model, "config", None))
         if hasattr(self.args, "max_length"):  # None of TRL: nothing is cut that the student reads
             its_flags.setdefault("max_length", self.args.max_length or context)
@@ -337,16 +345,16 @@ class Distilling:
             raise ValueError("processing_class: is missing; give the student's tokenizer")
         tokenizer = getattr(self.processing_class, "tokenizer", self.processing_class)
         self.distillation = Distillation(tokenizer, teacher, teacher_tokenizer, **its_flags)
-        self.data_collator = self.distillation.collate
+        self.data_collator = partial(collate_filled, self.distillation.collate)
         self.distillation.teach_ends(self.model)
         self.router_weight = weight_of_routers(getattr(self.model, "config", None))
         self.held_out = None
         self.has_compared = False
         self.loss_is_scaled_for_ga = True  # by the terms of all micro-batches
         self.terms = None
-        # sums since the last log, which stay on the device, and terms
+        # this rank's shares of the steps' means since the last log, summed on the device
         self.seen = torch.zeros(2, dtype=torch.float64, device=self.args.device)
-        self.seen_terms = [0, 0]
+        self.seen_steps = 0
 
     def _prepare_dataset(self, dataset, *arguments, **options):
         return dataset  # TRL would leave token ids in the place of rows
@@ -357,6 +365,14 @@ class Distilling:
             self.distillation.teach_ends(model)
         return model
 
+    def train(self, *arguments, **options):
+        self.start_log()
+        return super().train(*arguments, **options)
+
+    def start_log(self):
+        self.seen.zero_()
+        self.seen_steps = 0
+
     # as a whole: unsloth has another one in the Trainer, which counts labels itself
     def get_batch_samples(self, epoch_iterator, num_batches, device):
         batch_samples = list(islice(epoch_iterator, num_batches))
@@ -364,6 +380,7 @@ class Distilling:
         if self.args.world_size > 1:
             terms = torch.tensor([self.terms], dtype=torch.float64, device=device)
             self.terms = self.accelerator.gather(terms).sum(0).tolist()
+        self.seen_steps += bool(batch_samples)
         if batch_samples and not min(self.terms):
             warnings.warn("a step has {:.0f} tokens to learn and {:.0f} terms of the "
                           "distillation loss".format(*self.terms), stacklevel=2)
@@ -376,13 +393,24 @@ class Distilling:
             outputs.logits, inputs, self.terms if trains else None,
             self.accelerator.num_processes if trains else 1.0)
         if trains:
-            self.seen += sums.double()
-            self.seen_terms = [seen + count for seen, count in
-                               zip(self.seen_terms, count_terms(inputs))]
+            for number, count in enumerate(self.terms):
+                self.seen[number] += sums[number] / max(count, 1)
             if self.router_weight:  # a mean of a micro-batch, as its model has it
                 steps = self.current_gradient_accumulation_steps
                 loss = loss + self.router_weight * outputs.aux_loss / steps
         return (loss, outputs) if return_outputs else loss
+
+    def _track_num_input_tokens(self, inputs):
+        super()._track_num_input_tokens(self.student_inputs(inputs))
+
+    def floating_point_ops(self, inputs):
+        return super().floating_point_ops(self.student_inputs(inputs))
+
+    def student_inputs(self, batch):
+        """Return what the student reads of a batch, on the CPU, by the names of a trainer."""
+        student = batch["batch"].student
+        name = getattr(self.model, "main_input_name", "input_ids")
+        return {name: student.ids, "attention_mask": student.is_text}
 
     def read(self, model, batch):
         arguments = self.distillation.inputs(batch, self.args.device)
@@ -391,9 +419,22 @@ class Distilling:
             arguments |= {"output_router_logits": True, "attention_mask": is_text.long()}
         return model(**arguments)
 
+    # A drop_last asks for whole batches alone; each rank reads all of a stream.
+    def _get_dataloader(self, dataset, *arguments, is_training=False, **options):
+        if not is_training and self.args.world_size > 1 and not self.args.dataloader_drop_last:
+            dataset = filled(dataset, self.args.world_size * self.args.eval_batch_size)
+        return super()._get_dataloader(dataset, *arguments, is_training=is_training, **options)
+
+    def _get_eval_sampler(self, eval_dataset):
+        # in order: `Filling` has no length to sort by
+        return (None if isinstance(eval_dataset, FilledRows)
+                else super()._get_eval_sampler(eval_dataset))
+
     def prediction_step(self, model, inputs, prediction_loss_only, ignore_keys=None):
         with torch.no_grad():
             sums = self.distillation.measure(self.read(model, inputs).logits, inputs)
+        if "is_filling" in inputs:
+            sums = torch.zeros_like(sums)
         self.held_out = sums if self.held_out is None else self.held_out + sums
         return self.loss_of(self.distillation.measured(sums)), None, None
 
@@ -405,11 +446,10 @@ class Distilling:
             loss += weight * metrics.get(name, math.nan) if weight else 0.0
         return torch.tensor(loss, device=self.args.device)
 
-    # a row that accelerate repeats to fill up the last batch of all ranks counts twice
-    def evaluation_loop(self, *arguments, metric_key_prefix="eval", **options):
+    def evaluation_loop(self, dataloader, *arguments, metric_key_prefix="eval", **options):
         self.held_out = None
         output = super().evaluation_loop(
-            *arguments, metric_key_prefix=metric_key_prefix, **options)
+            dataloader, *arguments, metric_key_prefix=metric_key_prefix, **options)
         if self.held_out is None:
             raise ValueError(f"{metric_key_prefix}: its data set has no rows; give it some, or "
                              "leave it out; a stream may have ended before")
@@ -427,19 +467,18 @@ class Distilling:
             for worse in worse_teachers(bits, self.distillation.teacher_name):
                 warnings.warn(worse, stacklevel=2)
         self.has_compared = True
+        rows = getattr(dataloader, "dataset", None)
+        if isinstance(rows, FilledRows):
+            output = output._replace(num_samples=len(rows.rows))
         return output
 
     def log(self, logs, *arguments, **options):
         if "loss" in logs:  # on all ranks
-            seen = torch.cat([self.seen, self.seen.new_tensor(self.seen_terms)])
-            ce, kd, num_ce, num_kd = self.accelerator.gather(seen[None]).sum(0).tolist()
-            cfg = self.distillation.cfg
-            if cfg.ce_weight:  # else it is not computed
-                logs["ce"] = ce / max(num_ce, 1)
-            if cfg.kd_weight:
-                logs["kd"] = kd / max(num_kd, 1)
-            self.seen.zero_()
-            self.seen_terms = [0, 0]
+            seen = self.accelerator.gather(self.seen[None]).sum(0) / max(self.seen_steps, 1)
+            for name, mean in zip(("ce", "kd"), seen.tolist()):
+                if getattr(self.distillation.cfg, f"{name}_weight"):  # else it is not computed
+                    logs[name] = mean
+            self.start_log()
         super().log(logs, *arguments, **options)
 
 
@@ -447,8 +486,9 @@ def distilled(trainer_class, teacher, teacher_tokenizer=None, **flags):
     """Return a subclass of the Trainer of transformers, or of TRL's SFTTrainer, with a teacher.
 
     Its loss is ce_weight * cross-entropy + kd_weight * distillation loss, each a mean over all
-    micro-batches of a step and all ranks.  Those that have a weight are logged as `ce` and `kd`, of
-    an evaluation both as `eval_ce` and `eval_kd`, with bits per byte of both models.  What a
+    micro-batches of a step and all ranks.  Those that have a weight are logged as `ce` and `kd`,
+    like `loss` as the means of the steps since the last line; of an evaluation both as `eval_ce`
+    and `eval_kd`, with bits per byte of both models, over each held-out row once.  What a
     mixture asks for its routers is added.  It is made as its base class is, with `args`; what that
     does to prepare texts is left to `Distillation.collate`.
 
