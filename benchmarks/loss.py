@@ -172,10 +172,13 @@ def build_loss(name, V, W, kept_K, tables, device, backend) -> loss_table.Distil
     """
     cfg = Config(student="S", teacher="T", data="D", loss=name, loss_backend=backend)
     # all that is asked of the tokenizers: their sizes, and whether they are equal
-    pair = SimpleNamespace(tables=(range(V), range(W)), fingerprints=(True, name in DIVERGENCES))
+    pair = SimpleNamespace(tables=(range(V), range(W)), fingerprints=(True, name in DIVERGENCES),
+                           tokenizers=(None, None))
+    no_twins = np.zeros(V, bool)
     projection = random_projection(V, W, device)
     with (mock.patch.object(loss_table, "cached_translation", lambda pair: tables._asdict()),
-          mock.patch.object(projected, "_projection", lambda *_: projection)):
+          mock.patch.object(projected, "_projection", lambda *_: projection),
+          mock.patch.object(projected, "unwritten_twins", lambda *_: no_twins)):
         loss = loss_table.LOSSES[name].build(cfg, pair, device)
     if name == "projection_kl":
         loss.loss_fn, loss.write_gradient = loss.for_columns(kept_K)

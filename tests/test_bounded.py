@@ -4,6 +4,7 @@ import itertools
 from functools import partial
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
@@ -33,12 +34,13 @@ def built(monkeypatch, toy, loss, is_one=False, **flags):
     """Return the DistillationLoss that a job builds for a toy, with a gradient of its own."""
     _, x, y, tables = toy
     other = "one" if is_one else "another"
-    pair = SimpleNamespace(fingerprints=("one", other),
+    pair = SimpleNamespace(fingerprints=("one", other), tokenizers=(None, None),
                            tables=(range(x.shape[1]), range(y.shape[1])))
     monkeypatch.setattr(loss_table.Pair, "of", lambda *_: pair)
     monkeypatch.setattr(loss_table, "cached_translation", lambda _: tables._asdict())
     monkeypatch.setattr(projected, "_projection",
                         lambda *_: random_projection(x.shape[1], y.shape[1]))
+    monkeypatch.setattr(projected, "unwritten_twins", lambda table, _: np.zeros(len(table), bool))
     for module in (loss_table, projected):
         monkeypatch.setattr(module, "compiler_of", lambda *_: lambda function: function)
     cfg = Config(student="s", teacher="t", data="d", loss=loss, **flags)

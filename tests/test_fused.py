@@ -3,6 +3,7 @@
 import itertools
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 
@@ -46,7 +47,9 @@ def build(monkeypatch, tables, loss, ce_weight, **flags):
     """Return the DistillationLoss of a run between the tokenizers of the tables."""
     monkeypatch.setattr(loss_table, "cached_translation", lambda pair: tables._asdict())
     cfg = Config(student="s", teacher="t", data="d", loss=loss, ce_weight=ce_weight, **flags)
-    pair = SimpleNamespace(fingerprints=("one", "one" if tables is None else "another"))
+    monkeypatch.setattr(projected, "unwritten_twins", lambda table, _: np.zeros(len(table), bool))
+    pair = SimpleNamespace(fingerprints=("one", "one" if tables is None else "another"),
+                           tokenizers=(None, None))
     if tables is not None:
         pair.tables = range(len(tables.cell_V)), range(len(tables.cell_W))
     return loss_table.LOSSES[loss].build(cfg, pair, "cpu")

@@ -85,7 +85,8 @@ def nemo_rl(data, case, x):
     is_labeled = shift(data["token_mask"]) * data["sample_mask"][:, None] > 0
     labels = torch.where(is_labeled, shift(data["input_ids"]), -100)
     tables = [range(x.shape[-1]), range(teacher.shape[-1])]
-    loss = loss_table.LOSSES[cfg.loss].build(cfg, SimpleNamespace(tables=tables), "cpu")
+    pair = SimpleNamespace(tables=tables, tokenizers=(None, None))
+    loss = loss_table.LOSSES[cfg.loss].build(cfg, pair, "cpu")
     loss_fn = loss.loss_fn
     if case["mode"] == "pkl":  # where we keep columns of a step, without the votes of padding
         num_kept = min(cfg.options_of_loss["projection_topk"], teacher.shape[-1])
@@ -115,6 +116,7 @@ def test_nemo_rl(mode, monkeypatch):
     inputs = data["inputs"]
     projection = inputs["projection"]["indices"], inputs["projection"]["likelihoods"]
     monkeypatch.setattr(projected, "_projection", lambda cfg, pair, device: projection)
+    monkeypatch.setattr(projected, "unwritten_twins", lambda table, _: np.zeros(len(table), bool))
     cases = [case for case in data["cases"] if case["mode"] == mode]
     for case in cases:
         x = leaf(inputs)
