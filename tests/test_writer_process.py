@@ -426,6 +426,19 @@ def test_an_engine_ends_with_a_rank_that_is_killed(tmp_path):
     wait_for_end(processes)
 
 
+def test_signals_of_each_thread_of_a_killed_rank_leave_nothing(tmp_path):
+    """The kernel sends one for each: one that comes while the first is handled ends nothing."""
+    for number in range(9):
+        process = engine(tmp_path, MUTE, tmp_path / f"processes{number}")
+        processes = processes_in(tmp_path / f"processes{number}")
+        for _ in range(2000):
+            process.process.send_signal(signal.SIGTERM)
+        assert process.process.wait() == 128 + signal.SIGTERM
+        wait_for_end(processes)
+        assert not Path(process.folder).exists()
+        process.close()
+
+
 def test_an_engine_that_ends_leaves_no_child(tmp_path):
     """And closing it leaves no file."""
     process = engine(tmp_path, MUTE.replace("time.sleep(1000)", "sys.exit(7)"),

@@ -17,6 +17,9 @@ from pathlib import Path
 
 PR_SET_PDEATHSIG = 1  # see prctl(2)
 PR_SET_CHILD_SUBREAPER = 36
+# Looked for, not handled: a parent that is killed sends one for each of its threads, and one that
+# came while the first is handled would end this process with its work half done.
+HEARD = {signal.SIGTERM, signal.SIGCHLD}
 
 
 def prctl(option, value):
@@ -25,6 +28,7 @@ def prctl(option, value):
 
 def end_with_this_process():
     """Run by the command's process before it becomes the command."""
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, HEARD)
     prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
@@ -53,7 +57,7 @@ def kill_all():
 
 def main(parent, folder, *words):
     prctl(PR_SET_CHILD_SUBREAPER, 1)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    signal.pthread_sigmask(signal.SIG_BLOCK, HEARD)
     prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
     try:
         if os.getppid() != int(parent):  # it has ended before the call
@@ -62,9 +66,11 @@ def main(parent, folder, *words):
         nothing = os.open(os.devnull, os.O_RDWR)
         for descriptor in (0, 1):  # the pipes are the command's
             os.dup2(nothing, descriptor)
-        code = command.wait()
+        while (code := command.poll()) is None:
+            if signal.sigwait(HEARD) == signal.SIGTERM:
+                code = -signal.SIGTERM
+                break
     finally:
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)
         kill_all()
         shutil.rmtree(folder, ignore_errors=True)
     sys.exit(code if code >= 0 else 128 - code)
