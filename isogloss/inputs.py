@@ -578,11 +578,7 @@ def load_batches(cfg, inputs, engine, device, start, *, place=None, asked_to_end
                                          micro_batch_size, reader_rank, num_readers(cfg))
         held_out[data.source.name] = Loader(of_source, 0, pinned=pinned)
     training = Loader(batches, cfg.num_workers, asked_to_end, pinned)
-    if cfg.pipeline_parallel > 1:  # stages read at other times beside what they send one another
-        from isogloss.job.several.together import alone
-
-        training = alone(training)
-    elif dist.get_world_size() > 1:
+    if dist.get_world_size() > 1:
         from isogloss.job.several.together import Together
 
         training = Together(training)

@@ -397,12 +397,12 @@ def test_two_jobs_do_not_write_to_one_folder(flags, tmp_path):
         assert [line["step"] for line in losses_of(output)] == [1]
 
 
-def with_bad_row(folder, flags, row):
-    """Return the Outcomes of a run that meets a bad row, and of the next one and a whole one."""
+def with_bad_row(folder, flags, row, rank):
+    """Return the Outcomes of a run of which a rank meets a bad row, of the next and a whole one."""
     read = order.ExampleReader.__call__
 
     def read_good_rows(reader, content, number=None):
-        if number == row:
+        if number == row and os.environ["RANK"] == str(rank):
             raise DataError(f"row {row} is none")
         return read(reader, content, number)
 
@@ -412,19 +412,30 @@ def with_bad_row(folder, flags, row):
     return ended + outcomes(folder, flags, ["", f"--output_dir={folder}/whole"])
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2])
-def test_a_bad_row_in_the_middle_costs_no_step(flags, tmp_path, num_ranks):
-    """The last rank meets it."""
+# (ranks, that read rows of their own, the one that meets it, flags)
+WITH_BAD_ROW = {"one": (1, 1, 0, []), "two": (2, 2, 1, []),
+                "stages": (2, 1, 0, ["--pipeline_parallel=2"])}
+
+
+@pytest.mark.parametrize("case", WITH_BAD_ROW.values(), ids=WITH_BAD_ROW)
+def test_a_bad_row_in_the_middle_costs_no_step(flags, tmp_path, case):
+    """One rank meets it; of two stages, that read the same rows, the first one."""
+    num_ranks, num_readers, rank, more = case
+    ds_config(tmp_path / "ds.json", 1, 1, 2)  # as a pipeline needs it
     order_of_rows = np.random.default_rng([0, 0]).permutation(20)
-    row = int(order_of_rows[3 * 2 * num_ranks - 1])  # of three steps with two rows a rank
-    flags = [*flags, f"--output_dir={tmp_path / 'run'}", "--steps=4"]
-    on_ranks = ranks.run(num_ranks, with_bad_row, str(tmp_path), flags, row)
+    row = int(order_of_rows[3 * 2 * num_readers - 1])  # of three steps with two rows a rank
+    flags = [*flags, *more, f"--output_dir={tmp_path / 'run'}", "--steps=4"]
+    on_ranks = ranks.run(num_ranks, with_bad_row, str(tmp_path), flags, row, rank)
     last = tmp_path / "run" / "checkpoints" / "step_0000002"
     for bad, again, whole in on_ranks:
-        assert bad.exit_code == 2 and again.exit_code == whole.exit_code == 0
+        assert bad.exit_code == 2 and again.exit_code == whole.exit_code == 0, on_ranks
     said = "".join(bad.stderr for bad, *_ in on_ranks)
     assert said.count(f"distill.py: row {row} is none; the last good checkpoint is {last}\n") == 1
-    assert losses_of(tmp_path / "run") == losses_of(tmp_path / "whole")
+    curves = []
+    for name in ("run", "whole"):
+        lines = losses_of(tmp_path / name)
+        curves.append([(line["step"], line["loss"], line["kd"]) for line in lines])
+    assert curves[0] == curves[1] and len(curves[0]) == 4
 
 
 def with_small_disk(folder, flags, changes):

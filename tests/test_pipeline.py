@@ -37,6 +37,7 @@ from steps import (
     texts_of_rank,
     uneven_samples,
 )
+from test_cached_teachers import write as write_cache
 
 pytestmark = pytest.mark.slow
 
@@ -400,3 +401,18 @@ def test_the_export_is_that_of_a_job_without_a_pipeline(jobs):
     assert "model.safetensors" in names
     for name in names:
         assert (staged / name).read_bytes() == (whole / name).read_bytes(), name
+
+
+def test_a_teacher_with_ranks_and_one_in_a_cache_teach_a_pipeline(models, texts, tmp_path):
+    """The first stage, which asks neither, hears of texts that the last one looks up."""
+    data = f"--data={write_corpus(tmp_path, texts, 20)}"
+    cache = tmp_path / "cache"
+    ranks.run(1, write_cache, [[f"--teacher={models[1]}", data, f"--output={cache}",
+                               "--top_k=340"]])
+    teachers = [{"name": "live", "model": str(models[1])}, {"name": "kept", "cache": str(cache)}]
+    config = ds_config(tmp_path / "ds.json", 1, 1, 2)
+    run_all(3, [f"--student={models[0]}", f"--teachers={json.dumps(teachers)}", data,
+                f"--ds_config={config}", f"--output_dir={tmp_path / 'run'}", "--max_length=60",
+                "--steps=3", "--pipeline_parallel=2", "--teacher_ranks=1"])
+    for line in losses_of(tmp_path / "run"):
+        assert line["kd/live"] == pytest.approx(line["kd/kept"], rel=0.03)  # few tokens less

@@ -27,7 +27,7 @@ from isogloss.job.launch import fail_alone, fail_together
 from isogloss.job.rendezvous import TRAINING_TIMEOUT
 from isogloss.job.watch import STOP_SIGNALS, current_watch
 from isogloss.teachers.engines.whole import TeacherOfIds, model_input
-from isogloss.teachers.group import SilentTeacher
+from isogloss.teachers.group import load_silent
 from isogloss.teachers.model import ModelSpec
 from isogloss.teachers.protocol import TeacherSpec, load_teacher
 from isogloss.teachers.text_scores import ScoredLogits, TextScores
@@ -294,7 +294,7 @@ class RanksSpec(TeacherSpec):
     Attributes:
         output_topk: tokens of the output "topk".
         number: its place among all teachers of the job that have weights.
-        client: TeacherClient.
+        client: TeacherClient; None: this rank asks nothing.
     """
 
     output_topk: int = 256
@@ -305,10 +305,9 @@ class RanksSpec(TeacherSpec):
     asked_late = False
 
     @classmethod
-    def of_model(cls, spec, number, client):
+    def of_model(cls, spec, number, client, device):
         """Return what a ModelSpec becomes once the teachers' ranks have loaded it."""
-        return cls(spec.path, spec.vocab, client.device, spec.output, spec.output_topk, number,
-                   client)
+        return cls(spec.path, spec.vocab, device, spec.output, spec.output_topk, number, client)
 
     def load(self):
         return RemoteTeacher(self)
@@ -371,23 +370,21 @@ def announce_teachers(inputs, roles):
 
 
 def connect(state, roles):
-    """Reach the teachers of this node, where this rank computes a loss."""
-    if not state.student.computes_loss:
-        for setup in state.teachers:
-            setup.source = SilentTeacher([])
-        return
-    roles = client_roles(roles, state.cfg.pipeline_parallel)
-    specs = specs_with_weights(state.teachers)
-    # this step and the next one
-    num_requests = 2 * state.engine.gradient_accumulation_steps() * len(specs)
-    tensors = max(TENSORS_PER_RESPONSE[spec.output] for spec in specs)
-    size = client_size(roles, state.cfg.sequence_parallel)
-    state.client = TeacherClient(roles, num_requests, state.device, size, tensors)
+    """Reach the teachers of this node, where this rank computes a loss; all know where they run."""
+    asks = state.student.computes_loss
+    if asks:
+        roles = client_roles(roles, state.cfg.pipeline_parallel)
+        specs = specs_with_weights(state.teachers)
+        # this step and the next one
+        num_requests = 2 * state.engine.gradient_accumulation_steps() * len(specs)
+        tensors = max(TENSORS_PER_RESPONSE[spec.output] for spec in specs)
+        size = client_size(roles, state.cfg.sequence_parallel)
+        state.client = TeacherClient(roles, num_requests, state.device, size, tensors)
     numbers = itertools.count()
     for setup in state.teachers:
         setup.spec = setup.spec.with_models(
-            lambda spec: RanksSpec.of_model(spec, next(numbers), state.client))
-        setup.source = load_teacher(setup.spec)
+            lambda spec: RanksSpec.of_model(spec, next(numbers), state.client, state.device))
+        setup.source = load_teacher(setup.spec) if asks else load_silent(setup.spec)
 
 
 def shut_down(client, error_type, *_):

@@ -3,7 +3,6 @@
 Tests: tests/test_checkpoint.py, tests/test_environments.py, tests/test_served_teachers.py.
 """
 
-import signal
 from functools import partial
 
 from isogloss.errors import DataError, EngineError, EngineStopped
@@ -38,14 +37,6 @@ def together(function, kind=EngineError):
     if num_problems:
         raise kind(next(filter(None, values_of_ranks(problem))))
     return result
-
-
-def alone(batches):
-    """Yield batches of a rank whose signal the others cannot hear here: it ends by itself."""
-    try:
-        yield from batches
-    except EngineStopped:
-        raise SystemExit(128 + signal.SIGTERM) from None
 
 
 class Together:
