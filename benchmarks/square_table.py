@@ -44,6 +44,8 @@ LIGHTEST, HEAVIEST = 1 / 64, 64.0  # weights that are tried at most
 # where the grid begins: near what earlier tables found, so that few runs bracket the best
 FIRST_WEIGHTS = defaultdict(lambda: 1 / 8, piece_kl=1.0, piece_kl_even=1.0, forward_kl=1.0,
                             simct=1 / 4, simct_fkl=1.0, projection_kl=1 / 4, bpm=1 / 4)
+# of students with random weights, who learn noisily: at 1/8 a rival may only seem bracketed
+FIRST_WEIGHTS_FRESH = defaultdict(lambda: 1.0, simct=1 / 4)
 RATES = 3e-3, 1.5e-3
 # the name of a method, and its forms: that of its paper first
 RIVALS = {"SimCT": ("simct", "simct_fkl"), "BPM": ("bpm", "bpm_fkl"), "CSD": ("csd",),
@@ -206,6 +208,8 @@ class Study:
     def __post_init__(self):
         self.steps = (REGIMES | LARGE)[self.regime].steps
         self.lengths = (REGIMES | LARGE)[self.regime].text_steps
+        is_fresh = (REGIMES | LARGE)[self.regime].is_fresh
+        self.first_weights = FIRST_WEIGHTS_FRESH if is_fresh else FIRST_WEIGHTS
         self.scale = "large" if self.regime in LARGE else "small"
         self.wanted = []
 
@@ -232,7 +236,7 @@ class Study:
 
     def bracketed(self, pair, loss):
         """Return (the best weight of any but 0, its bits); None and None: runs are missing."""
-        first = FIRST_WEIGHTS[loss]
+        first = self.first_weights[loss]
         bits = {}
         weights = [first, first / 2, first * 2]
         while True:
@@ -317,7 +321,7 @@ class Study:
         if equal_seconds and not is_first:
             steps = self.steps_of(pair, loss)
         if self.planning:
-            weight, steps = weight or FIRST_WEIGHTS[loss], steps or self.steps
+            weight, steps = weight or self.first_weights[loss], steps or self.steps
         if weight is None or steps is None:
             return None
         is_none = loss != TEXT and not weight  # no weight helps: the text it is
