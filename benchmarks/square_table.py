@@ -44,8 +44,9 @@ LIGHTEST, HEAVIEST = 1 / 64, 64.0  # weights that are tried at most
 # where the grid begins: near what earlier tables found, so that few runs bracket the best
 FIRST_WEIGHTS = defaultdict(lambda: 1 / 8, piece_kl=1.0, piece_kl_even=1.0, forward_kl=1.0,
                             simct=1 / 4, simct_fkl=1.0, projection_kl=1 / 4, bpm=1 / 4)
-# of students with random weights, who learn noisily: at 1/8 a rival may only seem bracketed
-FIRST_WEIGHTS_FRESH = defaultdict(lambda: 1.0, simct=1 / 4)
+# Of students with random weights, who learn noisily: at 1/8 a rival may only seem bracketed, so
+# that is tried where no weight around 1 helps.
+FIRST_WEIGHTS_FRESH = defaultdict(lambda: (1.0, 1 / 8), simct=(1 / 4,))
 RATES = 3e-3, 1.5e-3
 # the name of a method, and its forms: that of its paper first
 RIVALS = {"SimCT": ("simct", "simct_fkl"), "BPM": ("bpm", "bpm_fkl"), "CSD": ("csd",),
@@ -208,8 +209,7 @@ class Study:
     def __post_init__(self):
         self.steps = (REGIMES | LARGE)[self.regime].steps
         self.lengths = (REGIMES | LARGE)[self.regime].text_steps
-        is_fresh = (REGIMES | LARGE)[self.regime].is_fresh
-        self.first_weights = FIRST_WEIGHTS_FRESH if is_fresh else FIRST_WEIGHTS
+        self.is_fresh = (REGIMES | LARGE)[self.regime].is_fresh
         self.scale = "large" if self.regime in LARGE else "small"
         self.wanted = []
 
@@ -229,14 +229,21 @@ class Study:
         if self.weight:
             return self.weight
         text = self.mean_to_choose(pair, TEXT, 0.0)
-        weight, bits = self.bracketed(pair, loss)
-        if text is None or weight is None:
-            return None
-        return weight if bits < text else 0.0
+        for first in self.first_weights(loss):
+            weight, bits = self.bracketed(pair, loss, first)
+            if text is None or weight is None:
+                return None
+            if bits < text:
+                return weight
+        return 0.0
 
-    def bracketed(self, pair, loss):
+    def first_weights(self, loss):
+        """Return where grids begin; the next one is for a loss of which no weight helps."""
+        return FIRST_WEIGHTS_FRESH[loss] if self.is_fresh else (FIRST_WEIGHTS[loss],)
+
+    def bracketed(self, pair, loss, first=0.0):
         """Return (the best weight of any but 0, its bits); None and None: runs are missing."""
-        first = self.first_weights[loss]
+        first = first or self.first_weights(loss)[0]
         bits = {}
         weights = [first, first / 2, first * 2]
         while True:
@@ -321,7 +328,7 @@ class Study:
         if equal_seconds and not is_first:
             steps = self.steps_of(pair, loss)
         if self.planning:
-            weight, steps = weight or self.first_weights[loss], steps or self.steps
+            weight, steps = weight or self.first_weights(loss)[0], steps or self.steps
         if weight is None or steps is None:
             return None
         is_none = loss != TEXT and not weight  # no weight helps: the text it is
