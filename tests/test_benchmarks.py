@@ -157,6 +157,24 @@ def test_a_long_run_goes_on_where_the_minutes_ended(square, tmp_path, monkeypatc
     assert parts == whole and len(whole["curve"]) > 4
 
 
+# (bits by weight: what noise makes of them; text alone has 3; the weight that is chosen)
+BITS_TO_CHOOSE = [
+    ({1 / 16: 2.99, 1 / 8: 2.9, 1 / 4: 2.95, 1 / 2: 2.93, 1: 2.8, 2: 2.7, 4: 2.75}, 2),
+    ({1 / 16: 2.95, 1 / 8: 2.9, 1 / 4: 2.95, 1 / 2: 3.2, 1: 3.1, 2: 3.3}, 1 / 8),
+    ({1 / 16: 3.1, 1 / 8: 3.05, 1 / 4: 3.2, 1 / 2: 3.2, 1: 3.1, 2: 3.3}, 0)]
+
+
+@pytest.mark.parametrize("bits, chosen", BITS_TO_CHOOSE)
+def test_noise_of_fresh_students_costs_no_rival_its_weight(monkeypatch, bits, chosen):
+    """A bracket around 1/8 is no best weight where one around 1 helps."""
+    from benchmarks.square_table import Study
+
+    monkeypatch.setattr(Study, "mean_to_choose",
+                        lambda study, pair, loss, weight: bits[weight] if weight else 3.0)
+    pair = "bytes", "digits"
+    assert Study(None, "little", 3e-3, ["csd"], [pair]).weight_of(pair, "csd") == chosen
+
+
 # --- a GPU's day ----------------------------------------------------------------------------------
 
 

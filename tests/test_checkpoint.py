@@ -421,7 +421,8 @@ WITH_BAD_ROW = {"one": (1, 1, 0, []), "two": (2, 2, 1, []),
 def test_a_bad_row_in_the_middle_costs_no_step(flags, tmp_path, case):
     """One rank meets it; of two stages, that read the same rows, the first one."""
     num_ranks, num_readers, rank, more = case
-    ds_config(tmp_path / "ds.json", 1, 1, 2)  # as a pipeline needs it
+    if more:
+        ds_config(tmp_path / "ds.json", 1, 1, 2)  # as a pipeline needs it
     order_of_rows = np.random.default_rng([0, 0]).permutation(20)
     row = int(order_of_rows[3 * 2 * num_readers - 1])  # of three steps with two rows a rank
     flags = [*flags, *more, f"--output_dir={tmp_path / 'run'}", "--steps=4"]
@@ -431,11 +432,11 @@ def test_a_bad_row_in_the_middle_costs_no_step(flags, tmp_path, case):
         assert bad.exit_code == 2 and again.exit_code == whole.exit_code == 0, on_ranks
     said = "".join(bad.stderr for bad, *_ in on_ranks)
     assert said.count(f"distill.py: row {row} is none; the last good checkpoint is {last}\n") == 1
-    curves = []
-    for name in ("run", "whole"):
-        lines = losses_of(tmp_path / name)
-        curves.append([(line["step"], line["loss"], line["kd"]) for line in lines])
-    assert curves[0] == curves[1] and len(curves[0]) == 4
+    curves = losses_of(tmp_path / "run"), losses_of(tmp_path / "whole")
+    for line in itertools.chain(*curves):
+        for name in ("bubble", "slowest_stage", "fastest_stage"):  # times
+            line.pop(name, None)
+    assert curves[0] == curves[1] and curves[0][-1]["step"] == 4
 
 
 def with_small_disk(folder, flags, changes):
